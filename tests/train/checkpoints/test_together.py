@@ -12,7 +12,7 @@ import pytest
 
 from mupax.train.checkpoints import together
 from mupax.train.parallel.processes import Processes
-from tests.train.parallel.test_distributed import both
+from tests.train.parallel.test_distributed import on_two_processes
 
 pytestmark = pytest.mark.core
 
@@ -40,7 +40,7 @@ def test_a_process_that_cannot_save_is_not_waited_for_and_its_reason_is_what_all
         return None
 
     reason = f"process 1 ({socket.gethostname()}): No space left on device"
-    assert both(save) == [reason, reason]
+    assert on_two_processes(save) == [reason, reason]
     assert time.monotonic() - began < 20
     released.set()
 
@@ -48,5 +48,5 @@ def test_a_process_that_cannot_save_is_not_waited_for_and_its_reason_is_what_all
 def test_control_a_save_that_only_takes_long_is_waited_for() -> None:
     released = threading.Event()
     threading.Timer(1.2, released.set).start()
-    assert both(lambda processes: together.wait(Response(False, released), processes, "8")) == [None, None]
+    assert on_two_processes(lambda processes: together.wait(Response(False, released), processes, "8")) == [None, None]
     assert released.is_set()

@@ -12,7 +12,7 @@ import pytest
 from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.parallel import agreement
 from mupax.train.parallel.processes import Processes
-from tests.train.parallel.test_distributed import both
+from tests.train.parallel.test_distributed import on_two_processes
 
 pytestmark = pytest.mark.core
 
@@ -27,11 +27,11 @@ def agreed(change: Any = lambda facts: None) -> list[Any]:
             change(real)
         agreement.check(config, processes, real)
 
-    return both(work)
+    return on_two_processes(work)
 
 
 @pytest.mark.parametrize(
-    ("group", "path", "value", "said"),
+    ("group", "path", "value", "message"),
     [
         ("config", "seed", 7, "has seed 7 and process 0 (HOST) has 0; start all processes with the same flags"),
         ("versions", "jax", "0.1", f"has jax 0.1 and process 0 (HOST) has {jax.__version__}; install the same versions on all"),
@@ -42,12 +42,12 @@ def agreed(change: Any = lambda facts: None) -> list[Any]:
         ("devices", "number", 3, "has devices of another number, 3, than process 0 (HOST), 8; start all"),
     ],
 )  # fmt: skip
-def test_what_must_be_alike_is_refused_by_name_on_every_screen(group: str, path: str, value: Any, said: str) -> None:
+def test_what_must_be_alike_is_refused_by_name_on_every_screen(group: str, path: str, value: Any, message: str) -> None:
     first, second = agreed(lambda facts: facts[group].__setitem__(path, value))
     assert isinstance(first, agreement.AgreementError)
     host = socket.gethostname()
     assert str(first) == str(second)
-    assert str(first).startswith(f"process 1 ({host}) {said.replace('HOST', host)}")
+    assert str(first).startswith(f"process 1 ({host}) {message.replace('HOST', host)}")
 
 
 def test_control_processes_that_are_alike_agree() -> None:

@@ -47,9 +47,9 @@ def folder(root: Path) -> Path:
     return root / f"programs-{compilation_cache.key()}"
 
 
-def use(root: Path, **given: Any) -> str | None:
+def use(root: Path, **options: Any) -> str | None:
     """The folder that JAX then keeps programs in."""
-    compilation_cache.use(lambda: root, **given)
+    compilation_cache.use(lambda: root, **options)
     return jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
 
 
@@ -189,24 +189,24 @@ def names(root: Path) -> list[str]:
 
 @pytest.mark.parametrize("damage", [b"", b"half", None])
 def test_a_broken_file_is_a_miss_and_is_written_again(damage: bytes | None, tmp_path: Path) -> None:
-    kept = store(tmp_path)
-    kept.put("p", b"program")
-    assert kept.get("p") == b"program"
+    cache = store(tmp_path)
+    cache.put("p", b"program")
+    assert cache.get("p") == b"program"
     path = tmp_path / "programs-a" / "p-cache"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + b"x" if damage is None else damage)
-    assert kept.get("p") is None
-    kept.put("p", b"program")
+    assert cache.get("p") is None
+    cache.put("p", b"program")
     assert store(tmp_path).get("p") == b"program"
-    assert kept.get("q") is None
+    assert cache.get("q") is None
 
 
 def test_what_was_used_longest_ago_goes_of_other_versions_too(tmp_path: Path) -> None:
     (tmp_path / "notes-cache").write_bytes(b"a user's own file" * 100)
     old, new = store(tmp_path, "old", limit=100), store(tmp_path, "new", limit=100)
-    for number, (kept, name) in enumerate(((old, "a"), (old, "b"), (new, "c"))):
-        kept.put(name, bytes(10))
-        os.utime(tmp_path / f"programs-{'new' if kept is new else 'old'}" / f"{name}-cache", (number, number))
+    for number, (cache, name) in enumerate(((old, "a"), (old, "b"), (new, "c"))):
+        cache.put(name, bytes(10))
+        os.utime(tmp_path / f"programs-{'new' if cache is new else 'old'}" / f"{name}-cache", (number, number))
     assert old.get("a") == bytes(10)  # used just now
     new.put("d", bytes(20))
     assert names(tmp_path) == ["notes-cache", "programs-new/c-cache", "programs-new/d-cache", "programs-old/a-cache"]
@@ -223,13 +223,13 @@ def test_a_full_disk_is_told_once(
             file.write(content[:3])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    kept = store(tmp_path)
-    kept.put("p", b"program")
+    cache = store(tmp_path)
+    cache.put("p", b"program")
     monkeypatch.setattr(Path, "write_bytes", full)
     for name in ("q", "r"):
-        kept.put(name, b"program")
+        cache.put(name, b"program")
     assert names(tmp_path) == ["programs-a/p-cache"]
-    assert kept.get("p") == b"program"
+    assert cache.get("p") == b"program"
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 

@@ -46,7 +46,7 @@ SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_N
 
 
 @pytest.mark.parametrize(
-    ("config", "environ", "tpu", "found"),
+    ("config", "environ", "tpu", "expected"),
     [
         (ALONE, {}, False, None),
         (BY_HAND, {}, False, TOLD),
@@ -76,13 +76,13 @@ SLURM = {"SLURM_STEP_NODELIST": "n[1-4]", "SLURM_NTASKS": "4", "SLURM_STEP_NUM_N
     ],
 )
 def test_a_process_knows_whether_there_are_others(
-    config: DistributedConfig, environ: dict[str, str], tpu: bool, found: dict[str, Any] | None
+    config: DistributedConfig, environ: dict[str, str], tpu: bool, expected: dict[str, Any] | None
 ) -> None:
-    assert place(config, environ, tpu) == found
+    assert place(config, environ, tpu) == expected
 
 
 @pytest.mark.parametrize(
-    ("config", "environ", "said"),
+    ("config", "environ", "message"),
     [
         (
             DistributedConfig(process=1), {},
@@ -94,8 +94,8 @@ def test_a_process_knows_whether_there_are_others(
         (ALONE, {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'; write a whole number"),
     ],
 )  # fmt: skip
-def test_a_part_of_what_it_takes_is_refused(config: DistributedConfig, environ: dict[str, str], said: str) -> None:
-    with pytest.raises(DistributedError, match=f"^{re.escape(said)}$"):
+def test_a_part_of_what_it_takes_is_refused(config: DistributedConfig, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(DistributedError, match=f"^{re.escape(message)}$"):
         place(config, environ, tpu=False)
 
 
@@ -154,16 +154,16 @@ class Store:
             assert self.changed.wait_for(lambda: self.values[name] == "2", timeout=20)
 
 
-def both(work: Any) -> list[Any]:
+def on_two_processes(work: Any) -> list[Any]:
     """What two processes, each a thread, make of it: its results, or its exceptions."""
-    store, found = Store(), [None, None]
+    store, results = Store(), [None, None]
 
     def one(index: int) -> None:
         processes = Cluster(index, 2, store)
         try:
-            found[index] = work(processes)
+            results[index] = work(processes)
         except Exception as error:
-            found[index] = error
+            results[index] = error
         processes._done.set()
 
     threads = [threading.Thread(target=one, args=(index,)) for index in (1, 0)]
@@ -171,7 +171,7 @@ def both(work: Any) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return found
+    return results
 
 
 def test_all_are_told_what_process_0_knows_and_it_goes_first() -> None:
@@ -182,7 +182,7 @@ def test_all_are_told_what_process_0_knows_and_it_goes_first() -> None:
             order.append(processes.index)
         return processes.broadcast("x", lambda: {"from": processes.index})
 
-    assert both(work) == [{"from": 0}, {"from": 0}]
+    assert on_two_processes(work) == [{"from": 0}, {"from": 0}]
     assert order == [0, 1]
 
 
@@ -200,7 +200,7 @@ def test_other_data_is_refused_by_name() -> None:
         def __init__(self, digest: str) -> None:
             self.facts = {"name": "x", "digest": digest}
 
-    first, second = both(lambda processes: start.check_data(Facts(f"d{processes.index}"), processes))
+    first, second = on_two_processes(lambda processes: start.check_data(Facts(f"d{processes.index}"), processes))
     assert first is None
     assert isinstance(second, DataError)
     assert "process 1 has x with digest d1, process 0 with d0; copy" in str(second)
@@ -213,7 +213,7 @@ def test_one_process_claims_the_folder_and_the_others_must_see_it(
         config: Config = dataclasses.replace(lm_tiny(), workdir=str(tmp_path / f"run{processes.index}"))
         return workdir.claim(config, processes)
 
-    assert both(claim) == [(tmp_path / "run0", False)] * 2
+    assert on_two_processes(claim) == [(tmp_path / "run0", False)] * 2
     assert {path.name for path in (tmp_path / "run0").iterdir()} <= {".lock"}
     assert not (tmp_path / "run1").exists()
 
@@ -244,7 +244,7 @@ def test_processes_agree_on_how_many_programs_they_run_before_a_stop() -> None:
             ran.append((processes.index, programs))
             return stop.exit_code
 
-    assert both(work) == [130, 130]
+    assert on_two_processes(work) == [130, 130]
     (_, first), (_, second) = ran
     assert first == second > 7
 
@@ -298,7 +298,7 @@ def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.M
         while len(left) < 2 and time.monotonic() < until:
             time.sleep(0.05)
 
-    both(work)
+    on_two_processes(work)
     assert left[:2] == [1, 1]
 
 
@@ -334,7 +334,7 @@ def test_bad_input_of_one_is_bad_input_of_all(
             processes.fail(error)
         ended.wait(15)
 
-    both(work)
+    on_two_processes(work)
     assert codes == [code, code]
     assert f"process 1 ({socket.gethostname()}) failed: {type(error).__name__}: {error}" in capsys.readouterr().err
 

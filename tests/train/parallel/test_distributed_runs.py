@@ -168,8 +168,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 def losses(path: Path) -> dict[tuple[str, int], float]:
     """Every loss and gradient norm, by name and step."""
-    wanted = ("loss", "eval_loss", "grad_norm")
-    return {(name, row["step"]): row[name] for row in rows_of(path) for name in wanted if name in row}
+    names = ("loss", "eval_loss", "grad_norm")
+    return {(name, row["step"]): row[name] for row in rows_of(path) for name in names if name in row}
 
 
 def together(processes: list[Done]) -> list[dict[str, str]]:

@@ -52,13 +52,13 @@ def losses(program: Program, options: dict[str, Value]) -> list[float]:
     step = program.trace_train().lower().compile(compiler_options=options)
     state, numbers, feed = program.initial_state(), program.step_inputs(), program.train_feed()
     shape = abstract_batch(program.config.model, program.config.data.batch_size)["inputs"].shape
-    random, found = np.random.default_rng(0), []
+    random, curve = np.random.default_rng(0), []
     for _ in range(STEPS):
         tokens = random.integers(0, 23, (2, *shape), np.int32)
         batch = {"inputs": tokens[0], "targets": tokens[1], "weights": np.ones(shape, np.float32)}
         state, metrics = step(state, numbers, feed.put(batch))
-        found.append(float(metrics["loss"]))
-    return found
+        curve.append(float(metrics["loss"]))
+    return curve
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_the_flags_are_known_and_leave_the_loss(program: Program, without: list[
 def test_the_flags_that_people_set_are_known_with_their_values(flag: hardware.Flag) -> None:
     assert all(flag.name not in {one.name for one in flags} for flags in FLAGS.values())
     lowered = jax.jit(lambda x: x @ x).lower(jnp.zeros((3, 3)))
-    known: dict[str, Any] = {flag.name: flag.value}
-    lowered.compile(compiler_options=known)
+    options: dict[str, Any] = {flag.name: flag.value}
+    lowered.compile(compiler_options=options)
     wrong: Any = "x" if isinstance(flag.value, bool | int) else True
     with pytest.raises(jax.errors.JaxRuntimeError, match=flag.name):
         lowered.compile(compiler_options={flag.name: wrong})
@@ -111,8 +111,8 @@ def test_what_pipelined_collectives_are_called_depends_on_the_version() -> None:
 def test_fusions_are_for_the_chips_that_the_version_has_them_for() -> None:
     """By the compiler of jax 0.12 only v5e has any; where it finds one elsewhere it refuses the step."""
     fusions = {
-        kind: {name for name in TPU | others if "fusion" in name}
-        for kind, others in (("v5e", V5E), ("v5p", V5P), ("v6e", V6E))
+        kind: {name for name in TPU | chip_flags if "fusion" in name}
+        for kind, chip_flags in (("v5e", V5E), ("v5p", V5P), ("v6e", V6E))
     }
     assert fusions["v5e"]
     assert bool(fusions["v5p"]) == bool(fusions["v6e"]) == (jax.__version__ < "0.12")
@@ -164,8 +164,8 @@ def test_the_tpu_compiler_knows_its_flags() -> None:
     done = subprocess.run(
         [sys.executable, "-c", AHEAD, json.dumps(sets)], env=environment, capture_output=True, text=True, timeout=300
     )
-    *known, unknown = done.stdout.splitlines()
-    assert known == ["compiled"] * (len(TPU | V5P | V6E) + 4), done.stderr
+    *lines, unknown = done.stdout.splitlines()
+    assert lines == ["compiled"] * (len(TPU | V5P | V6E) + 4), done.stderr
     assert "xla_tpu_no_such_flag" in unknown
 
 
@@ -191,12 +191,12 @@ def test_the_flags_of_a_backend() -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize("variable", hardware.VARIABLES)
-@pytest.mark.parametrize("said", ["--{}=false", "--xla_dump_to=/x --{}", "--{}=true --xla_other=1"])
-def test_what_the_user_sets_is_left_as_it_is(variable: str, said: str) -> None:
-    mine, *others = TPU
-    found = compiler_options("tpu", "auto", {variable: said.format(mine)})
-    assert list(found) == others
-    assert compiler_options("tpu", "auto", {variable: said.format(f"{mine}_more")}) == TPU
+@pytest.mark.parametrize("template", ["--{}=false", "--xla_dump_to=/x --{}", "--{}=true --xla_other=1"])
+def test_what_the_user_sets_is_left_as_it_is(variable: str, template: str) -> None:
+    mine, *rest = TPU
+    options = compiler_options("tpu", "auto", {variable: template.format(mine)})
+    assert list(options) == rest
+    assert compiler_options("tpu", "auto", {variable: template.format(f"{mine}_more")}) == TPU
 
 
 @pytest.mark.core

@@ -58,7 +58,7 @@ RUNS = {
 
 
 @functools.cache
-def program(run: str, mesh: str) -> Program:
+def program_of(run: str, mesh: str) -> Program:
     devices = jax.devices()
     assert len(devices) == 8
     return assemble(dataclasses.replace(RUNS[run], mesh=MESHES[mesh]), devices[:1] if mesh == "one" else devices)
@@ -78,17 +78,17 @@ def batch(run: str, step: int) -> dict[str, np.ndarray]:
 
 @functools.cache
 def compiled(run: str, mesh: str) -> Any:
-    return program(run, mesh).compile_train()
+    return program_of(run, mesh).compile_train()
 
 
 @functools.cache
 def trained(run: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]]]:
     """The initial and the final state after five steps, and the metrics of each step."""
-    made = program(run, mesh)
-    step, numbers = compiled(run, mesh), made.step_inputs()
-    first, state, rows = made.initial_state(), made.initial_state(), []
+    program = program_of(run, mesh)
+    step, numbers = compiled(run, mesh), program.step_inputs()
+    first, state, rows = program.initial_state(), program.initial_state(), []
     for index in range(STEPS):
-        on_mesh = made.train_feed().put(batch(run, index))
+        on_mesh = program.train_feed().put(batch(run, index))
         state, metrics = step(state, numbers, on_mesh)
         rows.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
     return first, state, rows
@@ -124,9 +124,9 @@ def test_five_steps_agree_with_one_device(run: str, mesh: str) -> None:
 
 
 def test_control_a_rate_of_one_percent_more_does_not_agree() -> None:
-    made = program("decoder", "one")
-    other = StepInputs(made.inputs.factors, made.inputs.hyper._replace(peak_lr=np.float32(1.01 * 0.01)))
-    step, state = compiled("decoder", "one"), made.initial_state()
+    program = program_of("decoder", "one")
+    other = StepInputs(program.inputs.factors, program.inputs.hyper._replace(peak_lr=np.float32(1.01 * 0.01)))
+    step, state = compiled("decoder", "one"), program.initial_state()
     for index in range(STEPS):
         state, _ = step(state, other, batch("decoder", index))
     first, one, _ = trained("decoder", "one")
@@ -166,8 +166,8 @@ def test_parameters_are_split_as_the_rules_say() -> None:
         "block.mlp.down": P(None, "tensor", "fsdp"),
     }
     for name, spec in expected.items():
-        wanted = jax.sharding.NamedSharding(params[name].sharding.mesh, spec)
-        assert params[name].sharding.is_equivalent_to(wanted, params[name].ndim), (name, params[name].sharding)
+        sharding = jax.sharding.NamedSharding(params[name].sharding.mesh, spec)
+        assert params[name].sharding.is_equivalent_to(sharding, params[name].ndim), (name, params[name].sharding)
     up = params["block.mlp.up"]
     assert up.shape == (2, 64, 96)
     assert {shard.data.shape for shard in up.addressable_shards} == {(2, 32, 48)}
@@ -175,28 +175,28 @@ def test_parameters_are_split_as_the_rules_say() -> None:
 
 
 def test_the_batch_is_split_over_data_and_fsdp() -> None:
-    made = program("decoder", "2x2x2")
-    on_mesh = made.train_feed().put(batch("decoder", 0))
+    program = program_of("decoder", "2x2x2")
+    on_mesh = program.train_feed().put(batch("decoder", 0))
     assert {shard.data.shape for shard in on_mesh["inputs"].addressable_shards} == {(4, 7)}
 
 
 def test_a_state_is_born_on_its_devices() -> None:
     # A run holds shards from the start; on CPU alone parameters are made whole before.
-    made, state = program("decoder", "2x4x1"), trained("decoder", "2x4x1")[0]
+    program, state = program_of("decoder", "2x4x1"), trained("decoder", "2x4x1")[0]
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     there = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params))
     assert there < 0.3 * whole
-    chex.assert_tree_is_sharded(state.arrays(), devices=list(made.mesh.devices.flat))
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, made.abstract)
+    chex.assert_tree_is_sharded(state.arrays(), devices=list(program.mesh.devices.flat))
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, program.abstract)
 
 
 @pytest.mark.parametrize("mesh", ["2x4x1", "2x2x2"])
 def test_bfloat16_products_run_on_a_mesh(mesh: str) -> None:
     run, config = "decoder", RUNS["decoder"]
     model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
-    made = assemble(dataclasses.replace(config, model=model, mesh=MESHES[mesh]))
-    state, metrics = made.compile_train()(
-        made.initial_state(), made.step_inputs(), made.train_feed().put(batch(run, 0))
+    program = assemble(dataclasses.replace(config, model=model, mesh=MESHES[mesh]))
+    state, metrics = program.compile_train()(
+        program.initial_state(), program.step_inputs(), program.train_feed().put(batch(run, 0))
     )
     assert {leaf.dtype for leaf in state.params.values()} == {jnp.dtype(jnp.float32)}
     # Two blocks of rounding to 8 bits, in a loss near ln 17.
@@ -207,19 +207,19 @@ def test_bfloat16_products_run_on_a_mesh(mesh: str) -> None:
 # Meshes that cannot be
 
 
-def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: int = 1, **mesh: Any) -> None:
+def refused(message: str, *, model: Any = ODD, batch_size: int = 16, accumulation: int = 1, **mesh: Any) -> None:
     config = dataclasses.replace(
         RUNS["decoder"], model=model, mesh=MeshConfig(**mesh), data=DataConfig(name="text:x", batch_size=batch_size),
         accumulation_steps=accumulation,
     )  # fmt: skip
     with pytest.raises(MeshError) as error:
         assemble(config)
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("mesh", "said"),
+    ("mesh", "message"),
     [
         ({"data": 3}, "needs 3 devices (data 3); there are 8. Write axes whose product is that, or --mesh.data -1"),
         ({"data": -1, "tensor": 3}, "needs a multiple of 3 devices (tensor 3); there are 8. Write smaller axes"),
@@ -241,8 +241,8 @@ def refused(said: str, *, model: Any = ODD, batch_size: int = 16, accumulation: 
         ({"data": 2, "tensor": 4}, "mesh.tensor 4 does not divide axis 'heads' of size 6"),
     ],
 )
-def test_a_mesh_that_does_not_fit_says_what_does(mesh: dict[str, Any], said: str) -> None:
-    refused(said, **mesh)
+def test_a_mesh_that_does_not_fit_says_what_does(mesh: dict[str, Any], message: str) -> None:
+    refused(message, **mesh)
 
 
 def test_the_number_it_names_divides() -> None:
@@ -257,8 +257,8 @@ def test_a_batch_that_does_not_split_says_what_does() -> None:
 
 
 def test_axes_that_rarely_divide_stay_whole() -> None:
-    made = program("vit", "2x2x2")
-    assert made.abstract.params["readout"].sharding.spec == P("fsdp", None)
+    program = program_of("vit", "2x2x2")
+    assert program.abstract.params["readout"].sharding.spec == P("fsdp", None)
     wide = dataclasses.replace(DECODER, num_kv_heads=3, vocab_size=18)
     shardings = assemble(dataclasses.replace(RUNS["decoder"], model=wide, mesh=MESHES["2x2x2"])).abstract.params
     assert shardings["block.attention.key"].sharding.spec == P(None, "fsdp", None, None)

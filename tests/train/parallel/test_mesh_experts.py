@@ -100,7 +100,7 @@ def test_tokens_are_exchanged_all_to_all_once_there_and_back_in_both_passes() ->
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--mesh.experts", "2"], "mesh.experts 2 splits experts and the model has none; write --model.experts too"),
         (
@@ -115,7 +115,7 @@ def test_tokens_are_exchanged_all_to_all_once_there_and_back_in_both_passes() ->
     ],
 )
 def test_a_mesh_that_experts_do_not_fit_says_what_does(
-    flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["lm-tiny", "--dry-run", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_the_axis_that_crosses_can_be_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "devices", "said"),
+    ("config", "devices", "message"),
     [
         (
             MeshConfig(data=1, tensor=8), slices(2, 4),
@@ -78,8 +78,8 @@ def test_the_axis_that_crosses_can_be_named() -> None:
         (MeshConfig(data=6), hosts(2, 2) + hosts(1, 2), "every process must have as many devices as the others; there are 4 in 0, 2 in 1"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_laid_over_islands_is_refused(config: MeshConfig, devices: list[Any], said: str) -> None:
-    with pytest.raises(MeshError, match=f"^{re.escape(said)}$"):
+def test_what_cannot_be_laid_over_islands_is_refused(config: MeshConfig, devices: list[Any], message: str) -> None:
+    with pytest.raises(MeshError, match=f"^{re.escape(message)}$"):
         make_mesh(config, devices)
 
 
@@ -91,7 +91,7 @@ def test_rules_change_the_table_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "word", "said"),
+    ("field", "word", "message"),
     [
         ("rules", "mlp", "mesh.rules has 'mlp'; write LOGICAL=MESH, such as mlp=tensor or vocab=none"),
         ("rules", "mpl=tensor", "mesh.rules has 'mpl=tensor', but no logical axis is named 'mpl'; did you mean mlp?"),
@@ -106,6 +106,6 @@ def test_rules_change_the_table_and_nothing_else() -> None:
         ("slices", "data=2 data=2", "mesh.slices names data twice; write it once"),
     ],
 )  # fmt: skip
-def test_a_wrong_rule_is_refused_by_name(field: str, word: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
+def test_a_wrong_rule_is_refused_by_name(field: str, word: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         MeshConfig(**{field: tuple(word.split())})  # type: ignore[arg-type]

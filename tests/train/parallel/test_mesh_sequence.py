@@ -63,7 +63,7 @@ RING = "data 2 x sequence 4"
 
 
 @functools.cache
-def program(model: str, mesh: str) -> Program:
+def program_of(model: str, mesh: str) -> Program:
     devices = jax.devices()
     assert len(devices) == 8
     compute = dataclasses.replace(MODELS[model].compute, attention="ring" if mesh == RING else "auto")
@@ -96,13 +96,13 @@ def batch(model: str, step: int, size: int = 8) -> dict[str, np.ndarray]:
 @functools.cache
 def trained(model: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]], Any]:
     """The initial and the final parameters, the metrics of each of five steps, and the sums of an evaluation after them."""
-    made = program(model, mesh)
-    step, numbers, state, rows = made.compile_train(), made.step_inputs(), made.initial_state(), []
+    program = program_of(model, mesh)
+    step, numbers, state, rows = program.compile_train(), program.step_inputs(), program.initial_state(), []
     first = jax.device_get(state.params)
     for index in range(STEPS):
-        state, metrics = step(state, numbers, made.train_feed().put(batch(model, index)))
+        state, metrics = step(state, numbers, program.train_feed().put(batch(model, index)))
         rows.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
-    sums = made.compile_eval()(state.params, numbers, made.eval_feed().put(batch(model, STEPS, 4)))
+    sums = program.compile_eval()(state.params, numbers, program.eval_feed().put(batch(model, STEPS, 4)))
     return first, jax.device_get(state.params), rows, jax.device_get(sums)
 
 
@@ -132,37 +132,37 @@ def test_initialization_is_the_same_to_the_bit(model: str, mesh: str) -> None:
 @pytest.mark.slow
 def test_control_positions_that_do_not_see_each_other_disagree() -> None:
     # Each half of the positions alone: what a device would compute that gathered no keys.
-    made = program("rotary", "one")
-    state, numbers, whole = made.initial_state(), made.step_inputs(), batch("rotary", 0, 4)
-    evaluate = made.compile_eval()
+    program = program_of("rotary", "one")
+    state, numbers, whole = program.initial_state(), program.step_inputs(), batch("rotary", 0, 4)
+    evaluate = program.compile_eval()
     blind = {name: np.concatenate([x[:, 4:], x[:, :4]], axis=1) for name, x in whole.items()}
-    seen, unseen = (float(evaluate(state.params, numbers, one).loss) for one in (whole, blind))
-    assert abs(seen - unseen) > 100 * TOLERANCE * seen
+    loss, blind_loss = (float(evaluate(state.params, numbers, one).loss) for one in (whole, blind))
+    assert abs(loss - blind_loss) > 100 * TOLERANCE * loss
 
 
 def test_batches_and_activations_are_split_along_positions() -> None:
-    made = program("rotary", "data 2 x sequence 4")
-    on_mesh = made.train_feed().put(batch("rotary", 0))
+    program = program_of("rotary", "data 2 x sequence 4")
+    on_mesh = program.train_feed().put(batch("rotary", 0))
     assert {shard.data.shape for x in on_mesh.values() for shard in x.addressable_shards} == {(4, 2)}
-    images = program("vit", "data 2 x sequence 4").train_feed().put(batch("vit", 0))
+    images = program_of("vit", "data 2 x sequence 4").train_feed().put(batch("vit", 0))
     assert {shard.data.shape for shard in images["inputs"].addressable_shards} == {(4, 6, 6, 2)}
-    lie = jax.jit(lambda x: made.layout.constrain(x, ("batch", "sequence", "mlp")))(jnp.zeros((4, 8, 24)))
-    assert lie.sharding.is_equivalent_to(jax.sharding.NamedSharding(made.mesh, P("data", "sequence")), 3)
+    lie = jax.jit(lambda x: program.layout.constrain(x, ("batch", "sequence", "mlp")))(jnp.zeros((4, 8, 24)))
+    assert lie.sharding.is_equivalent_to(jax.sharding.NamedSharding(program.mesh, P("data", "sequence")), 3)
 
 
 def test_rules_of_a_run_move_parameters() -> None:
-    shardings = {name: leaf.sharding.spec for name, leaf in program("learned", "rules").abstract.params.items()}
+    shardings = {name: leaf.sharding.spec for name, leaf in program_of("learned", "rules").abstract.params.items()}
     assert shardings["block.mlp.up"] == P(None, None, ("fsdp", "tensor"))
     assert shardings["block.attention.query"] == P(None, None, "tensor", None)
     assert shardings["token"] == P(None, None)
-    assert program("learned", "rules").layout.batch({"targets": np.zeros((8, 8))})["targets"].spec == P("data", None)
+    assert program_of("learned", "rules").layout.batch({"targets": np.zeros((8, 8))})["targets"].spec == P("data", None)
 
 
-def refused(model: Any, said: str, **mesh: Any) -> None:
-    made = program("vit" if isinstance(model, ViTConfig) else "rotary", "one").config
+def refused(model: Any, message: str, **mesh: Any) -> None:
+    config = program_of("vit" if isinstance(model, ViTConfig) else "rotary", "one").config
     with pytest.raises(MeshError) as error:
-        assemble(dataclasses.replace(made, model=model, mesh=MeshConfig(**mesh)))
-    assert str(error.value) == said
+        assemble(dataclasses.replace(config, model=model, mesh=MeshConfig(**mesh)))
+    assert str(error.value) == message
 
 
 def test_positions_that_do_not_split_say_what_does() -> None:

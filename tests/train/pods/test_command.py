@@ -61,27 +61,27 @@ def compiled(mesh: str) -> Compiled:
 @pytest.mark.tpu
 @pytest.mark.parametrize("pod", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_a_step_with_experts_compiles_for_every_chip_with_the_flags_of_a_run(pod: str) -> None:
-    made = compile_for(with_experts(), pod)
-    assert made.fits
-    assert made.report()["problems"] == []
+    executable = compile_for(with_experts(), pod)
+    assert executable.fits
+    assert executable.report()["problems"] == []
 
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_sends_only_what_its_mesh_requires(mesh: str) -> None:
-    made = compiled(mesh)
-    assert made.fits
-    assert made.report()["problems"] == []
-    inside = {axis for one in made.collectives if DEPTH in one.trips for axis in one.axes}
-    assert inside == {axis for axis, size in made.program.mesh.shape.items() if size > 1}
-    assert made.module is not None
-    assert made.module.unknown_loops == 0
+    executable = compiled(mesh)
+    assert executable.fits
+    assert executable.report()["problems"] == []
+    inside = {axis for one in executable.collectives if DEPTH in one.trips for axis in one.axes}
+    assert inside == {axis for axis, size in executable.program.mesh.shape.items() if size > 1}
+    assert executable.module is not None
+    assert executable.module.unknown_loops == 0
 
 
 @pytest.mark.tpu
 def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
-    made = compile_for(with_experts(), "v5e:2x2")
-    report = made.report()
+    executable = compile_for(with_experts(), "v5e:2x2")
+    report = executable.report()
     assert report["problems"] == []
     sent = [row for row in report["collectives"] if row["kind"] == "all-to-all" and row["loop_trips"] == [DEPTH]]
     assert [(row["axes"], row["executions"]) for row in sent] == [(["experts"], 8 * DEPTH)]
@@ -90,9 +90,11 @@ def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
     slots = 16 * 8 * 40 * 2
     assert sent[0]["bytes"] == DEPTH * slots * (5 * 128 + 3)
     # Nothing turns them around on the way: experts multiply them as they lie.
-    assert made.module is not None
+    assert executable.module is not None
     copies = [
-        one for one in made.module.executed if one.instruction.opcode in ("copy", "transpose") and DEPTH in one.trips
+        one
+        for one in executable.module.executed
+        if one.instruction.opcode in ("copy", "transpose") and DEPTH in one.trips
     ]
     assert not [one.instruction for one in copies if one.instruction.bytes >= slots * 128]
 
@@ -102,8 +104,8 @@ def test_state_is_not_padded_and_parameters_are_gathered_beside_computation() ->
     # fsdp cuts rows of the embedding into parts of 32 of the 128 that a vector has: in free layouts 1.1 times the state.
     config = config_of(MeshConfig(data=1, fsdp=16))
     model = dataclasses.replace(config.model, width=512, num_heads=4, vocab_size=8192, seq_len=512, mlp_ratio=4.0)
-    made = compile_for(dataclasses.replace(config, model=model), "v5e:4x4")
-    report = made.report()
+    executable = compile_for(dataclasses.replace(config, model=model), "v5e:4x4")
+    report = executable.report()
     assert report["problems"] == []
     assert report["arguments_over_expected"] < checks.MOST_ARGUMENTS
     gathers = [row for row in report["collectives"] if row["kind"] == "all-gather" and row["loop_trips"] == [DEPTH]]
@@ -119,8 +121,8 @@ def test_a_cube_gathers_parameters_where_control_a_mesh_of_as_many_sums_them(
 ) -> None:
     if not torus:
         monkeypatch.setattr(topology, "wraps", lambda name: [False] * 3)
-    made = compile_for(config_of(MeshConfig(data=1, fsdp=64)), "v5p:4x4x4")
-    kinds = {one.kind for one in made.collectives if DEPTH in one.trips}
+    executable = compile_for(config_of(MeshConfig(data=1, fsdp=64)), "v5p:4x4x4")
+    kinds = {one.kind for one in executable.collectives if DEPTH in one.trips}
     assert ("all-gather" in kinds) == torus
 
 
@@ -131,8 +133,8 @@ def test_no_gradient_of_a_matrix_is_summed_whole_where_rings_scatter_it() -> Non
     matrix = 1024 * 2048 * 2  # of an MLP, bytes in bfloat16
 
     def sent(choice: Any, kind: str) -> int:
-        made = compile_for(dataclasses.replace(config, model=model, xla_flags=choice), "v5e:4x4")
-        inside = [one for one in made.collectives if one.kind == kind and DEPTH in one.trips]
+        executable = compile_for(dataclasses.replace(config, model=model, xla_flags=choice), "v5e:4x4")
+        inside = [one for one in executable.collectives if one.kind == kind and DEPTH in one.trips]
         return sum(one.bytes for one in inside if one.bytes >= matrix)
 
     assert sent("scatter", "all-reduce") == 0
@@ -145,15 +147,19 @@ def test_layers_gradients_are_summed_beside_products_where_control_one_message_w
     apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = "TPU v5 lite"
-    others = tuple(one for one in hardware.FLAGS[kind] if one.name != hardware.COMBINED_SUMS)
-    if others == hardware.FLAGS[kind]:
+    flags = tuple(one for one in hardware.FLAGS[kind] if one.name != hardware.COMBINED_SUMS)
+    if flags == hardware.FLAGS[kind]:
         pytest.skip(f"runs with jax {jax.__version__} leave {hardware.COMBINED_SUMS} to the compiler")
     if not apart:
-        monkeypatch.setitem(hardware.FLAGS, kind, others)
+        monkeypatch.setitem(hardware.FLAGS, kind, flags)
     config = config_of(MeshConfig(data=1, fsdp=16))
     model = dataclasses.replace(config.model, width=1024, num_heads=8, vocab_size=8192, seq_len=512, mlp_ratio=4.0)
-    made = compile_for(dataclasses.replace(config, model=model, vmem_kib=16384), "v5e:4x4")
-    sums = [row for row in made.report()["collectives"] if row["kind"] == "all-reduce" and row["loop_trips"] == [DEPTH]]
+    executable = compile_for(dataclasses.replace(config, model=model, vmem_kib=16384), "v5e:4x4")
+    sums = [
+        row
+        for row in executable.report()["collectives"]
+        if row["kind"] == "all-reduce" and row["loop_trips"] == [DEPTH]
+    ]
     sent, alone = (sum(row[name] for row in sums if not row["gathers"]) for name in ("wire_bytes", "alone_bytes"))
     matrices = DEPTH * (4 * 1024 * 1024 + 3 * 1024 * 4096) * 2
     assert sent >= 2 * 15 / 16 * matrices
@@ -166,8 +172,8 @@ def test_parts_of_the_vocabulary_are_in_memory_one_after_the_other() -> None:
     config = config_of(MeshConfig(data=1, fsdp=4))
     data = dataclasses.replace(config.data, batch_size=256)
     model = dataclasses.replace(config.model, vocab_size=2**15)
-    made = compile_for(dataclasses.replace(config, model=model, data=data), "v5e:2x2")
-    report, part = made.report(), 4 * 8192 * 8192
+    executable = compile_for(dataclasses.replace(config, model=model, data=data), "v5e:2x2")
+    report, part = executable.report(), 4 * 8192 * 8192
     assert (report["loss"]["kind"], report["loss"]["parts"], report["loss"]["kept"]) == ("vocab", 4, 0)
     assert part < report["temporary_bytes_per_device"] < 2 * part
 
@@ -181,8 +187,8 @@ def test_control_a_batch_that_is_not_split_is_caught() -> None:
 
 @pytest.mark.tpu
 def test_the_report_has_what_it_promises() -> None:
-    made = compiled("fsdp-tensor")
-    report = made.report()
+    executable = compiled("fsdp-tensor")
+    report = executable.report()
     promised = {
         "fits",
         "hbm_bytes_per_device",
@@ -195,7 +201,7 @@ def test_the_report_has_what_it_promises() -> None:
     assert json.loads(json.dumps(report)) == report
     assert report["estimated_cycles"] > 100_000
     assert report["peak_bytes_per_device"] >= report["argument_bytes_per_device"] + report["temporary_bytes_per_device"]
-    state = sum(leaf.size * 4 for leaf in jax.tree.leaves(made.program.abstract))
+    state = sum(leaf.size * 4 for leaf in jax.tree.leaves(executable.program.abstract))
     assert state / 4 < report["argument_bytes_per_device"] < state / 2
     assert 0 < report["roofline"]["mfu"] < 1
     assert report["traced_flops_per_step"] > report["flops_per_step"]
@@ -204,10 +210,12 @@ def test_the_report_has_what_it_promises() -> None:
 @pytest.mark.tpu
 def test_what_does_not_fit_says_by_how_much() -> None:
     config = config_of(MeshConfig(data=4))
-    made = compile_for(dataclasses.replace(config, model=dataclasses.replace(config.model, width=8192)), "v5e:2x2")
-    assert not made.fits
-    assert made.report()["spare_bytes_per_device"] < 0
-    assert made.used_bytes > made.limit_bytes > 15 * 2**30
+    executable = compile_for(
+        dataclasses.replace(config, model=dataclasses.replace(config.model, width=8192)), "v5e:2x2"
+    )
+    assert not executable.fits
+    assert executable.report()["spare_bytes_per_device"] < 0
+    assert executable.used_bytes > executable.limit_bytes > 15 * 2**30
 
 
 @pytest.mark.tpu
@@ -215,9 +223,9 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
     out = tmp_path / "report.json"
     words = ["--topology", "v5e:2x2", "--model.depth", "2", "--data.batch-size", "8", "--json", str(out)]
     assert main(["compile", "lm-tiny", *words]) == 0
-    said = capsys.readouterr().out
-    assert "fits" in said
-    assert "MFU" in said
+    output = capsys.readouterr().out
+    assert "fits" in output
+    assert "MFU" in output
     assert json.loads(out.read_text())["topology"] == "v5e:2x2"
 
 
@@ -236,9 +244,9 @@ def test_control_whole_moments_are_caught() -> None:
     good = jax.tree.map(lambda leaf: leaf.sharding, program.abstract)
     assert checks.whole_moments(program, good) == []
     whole = jax.tree.map(lambda _: program.layout.replicated, program.abstract.opt_state)
-    found = checks.whole_moments(program, good._replace(opt_state=whole))
+    problems = checks.whole_moments(program, good._replace(opt_state=whole))
     matrices = sum(leaf.sharding != program.layout.replicated for leaf in program.abstract.params.values())
-    assert len(found) == 2 * matrices  # both moments of every parameter that is split
+    assert len(problems) == 2 * matrices  # both moments of every parameter that is split
 
 
 @pytest.mark.core
@@ -253,7 +261,7 @@ def test_control_a_stack_gathered_before_the_loop_is_caught() -> None:
     place, whole = NamedSharding(mesh, PartitionSpec(None, "fsdp")), NamedSharding(mesh, PartitionSpec())
     shape = (DEPTH, 64, 64)
 
-    def found(gathered: bool) -> list[str]:
+    def problems(gathered: bool) -> list[str]:
         def run(w: jax.Array, x: jax.Array) -> jax.Array:
             w = jax.lax.with_sharding_constraint(w, whole) if gathered else w
             return jax.lax.scan(lambda h, layer: (jnp.tanh(h @ layer), None), x, w)[0]
@@ -264,5 +272,5 @@ def test_control_a_stack_gathered_before_the_loop_is_caught() -> None:
         module = hlo.parse(text.compile().as_text() or "")
         return checks.whole_stacks(collectives(module, {"fsdp": 8}), {"w": shape})
 
-    assert found(gathered=False) == []
-    assert len(found(gathered=True)) == 1
+    assert problems(gathered=False) == []
+    assert len(problems(gathered=True)) == 1

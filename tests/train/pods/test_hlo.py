@@ -60,13 +60,16 @@ def test_both_loops_run_once_per_layer(module: hlo.Module) -> None:
 
 
 def test_collectives_are_those_of_the_mesh(module: hlo.Module) -> None:
-    found = collectives(module, MESH)
+    operations = collectives(module, MESH)
     # Forward and backward gather both matrices of a layer once each; the products over the split dimension are summed.
-    assert sorted((one.kind, one.axes) for one in found if one.kind == "all-gather") == [("all-gather", ("fsdp",))] * 4
-    assert [one.axes for one in found if one.kind == "all-reduce" and one.axes == ("tensor",)] == [("tensor",)] * 2
-    assert all(one.trips == (LAYERS,) and one.times == LAYERS and one.group_size == 2 for one in found)
+    assert (
+        sorted((one.kind, one.axes) for one in operations if one.kind == "all-gather")
+        == [("all-gather", ("fsdp",))] * 4
+    )
+    assert [one.axes for one in operations if one.kind == "all-reduce" and one.axes == ("tensor",)] == [("tensor",)] * 2
+    assert all(one.trips == (LAYERS,) and one.times == LAYERS and one.group_size == 2 for one in operations)
     # float32 on CPU, bfloat16 products on TPU: one tensor part of a matrix.
-    assert {one.bytes * 2 // (WIDTH * HIDDEN) for one in found if one.kind == "all-gather"} in ({4}, {2})
+    assert {one.bytes * 2 // (WIDTH * HIDDEN) for one in operations if one.kind == "all-gather"} in ({4}, {2})
 
 
 def test_gradients_are_summed_over_fsdp(module: hlo.Module) -> None:
@@ -163,11 +166,11 @@ SHARD_MAPS = """ENTRY %main (p: f32[512,8]) -> f32[512,8] {
 
 
 def test_one_channel_may_be_that_of_many() -> None:
-    found = [
+    operations = [
         one for one in collectives(hlo.parse(SHARD_MAPS), {"data": 2, "fsdp": 4}, {"data": 2}) if not one.between_slices
     ]
-    assert [(one.kind, one.bytes, one.overlapped) for one in found] == [("reduce-scatter", 512 * 8 * 4, False)] * 2
-    assert sum(row["alone_bytes"] for row in table(found)) == sum(one.wire_bytes for one in found) > 0
+    assert [(one.kind, one.bytes, one.overlapped) for one in operations] == [("reduce-scatter", 512 * 8 * 4, False)] * 2
+    assert sum(row["alone_bytes"] for row in table(operations)) == sum(one.wire_bytes for one in operations) > 0
 
 
 CALLED = """%sent (p: f32[512,8]) -> f32[128,8] {
@@ -216,9 +219,12 @@ ENTRY %main (p: bf16[2,4], g: bf16[8,4], at: s32[]) -> bf16[8,4] {
 
 
 def test_a_sum_of_parts_in_zeros_is_told_from_one_of_gradients() -> None:
-    found = collectives(hlo.parse(GATHERED), {"fsdp": 4})
-    assert [(one.name, one.gathers) for one in found] == [("a", True), ("b", False)]  # b's is written into an argument
-    assert sorted((row["gathers"], row["wire_bytes"]) for row in table(found)) == [(False, 96.0), (True, 96.0)]
+    operations = collectives(hlo.parse(GATHERED), {"fsdp": 4})
+    assert [(one.name, one.gathers) for one in operations] == [
+        ("a", True),
+        ("b", False),
+    ]  # b's is written into an argument
+    assert sorted((row["gathers"], row["wire_bytes"]) for row in table(operations)) == [(False, 96.0), (True, 96.0)]
 
 
 def test_what_hosts_send_between_slices_is_counted() -> None:
@@ -229,9 +235,9 @@ def test_what_hosts_send_between_slices_is_counted() -> None:
 
 
 def test_ring_bytes_and_the_table() -> None:
-    found = collectives(hlo.parse(TPU), MESH)
-    rows = table(found)
-    assert sum(row["executions"] for row in rows) == LAYERS * len(found)  # type: ignore[misc]
+    operations = collectives(hlo.parse(TPU), MESH)
+    rows = table(operations)
+    assert sum(row["executions"] for row in rows) == LAYERS * len(operations)  # type: ignore[misc]
     (gathered,) = [row for row in rows if row["kind"] == "all-gather"]
     assert gathered["wire_bytes"] == gathered["bytes"] / 2  # type: ignore[operator]
     (summed,) = [row for row in rows if row["axes"] == ["tensor"]]
@@ -248,10 +254,10 @@ def test_a_line_break_in_a_kernels_attributes_ends_nothing() -> None:
         '  %k = f32[2]{0} custom-call(%p), frontend_attributes={kernel_metadata={\n"a":"b"\n}}, metadata={op_name="k"}'
     )
     text = f"ENTRY %main (p: f32[2]) -> f32[2] {{\n  %p = f32[2]{{0}} parameter(0)\n{kernel}\n  ROOT %n = f32[2]{{0}} negate(%k)\n}}\n"
-    found = hlo.parse(text).computations["main"]
-    assert list(found) == ["p", "k", "n"]
-    assert found["k"].op_name == "k"
-    assert found["n"].root
+    instructions = hlo.parse(text).computations["main"]
+    assert list(instructions) == ["p", "k", "n"]
+    assert instructions["k"].op_name == "k"
+    assert instructions["n"].root
 
 
 BRANCHES = """

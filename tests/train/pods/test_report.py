@@ -40,7 +40,7 @@ PRODUCTS = {
 CHEAP = "%c1 = f32[8,8]{1,0} copy(%x)"
 
 
-def beside(**places: str) -> bool:
+def overlaps(**places: str) -> bool:
     text = PROGRAM
     for place in ("BEFORE", "BETWEEN", "AFTER"):
         text = text.replace(place, places.get(place.lower(), "%none" + place + " = f32[] constant(0)"))
@@ -50,15 +50,15 @@ def beside(**places: str) -> bool:
 
 @pytest.mark.parametrize("what", PRODUCTS)
 def test_a_collective_is_beside_what_runs_between_its_start_and_its_end(what: str) -> None:
-    assert beside(between=PRODUCTS[what])
+    assert overlaps(between=PRODUCTS[what])
     # The controls: the same product before the start or after the end hides nothing.
-    assert not beside(before=PRODUCTS[what])
-    assert not beside(after=PRODUCTS[what])
+    assert not overlaps(before=PRODUCTS[what])
+    assert not overlaps(after=PRODUCTS[what])
 
 
 def test_control_nothing_or_a_copy_in_between_hides_nothing() -> None:
-    assert not beside()
-    assert not beside(between=CHEAP)
+    assert not overlaps()
+    assert not overlaps(between=CHEAP)
 
 
 def test_a_gather_as_large_as_a_bias_is_no_problem_and_one_as_large_as_a_matrix_is() -> None:

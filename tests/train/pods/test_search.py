@@ -45,11 +45,11 @@ def test_near_copies_of_the_best_are_left_out() -> None:
 def test_candidates_decide_all_that_the_search_says() -> None:
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_len=512, num_heads=2))
-    found = list(candidates.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
-    values = {name: {json.dumps(one.kinds[name]) for one in found} for name in found[0].kinds}
+    plans = list(candidates.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
+    values = {name: {json.dumps(one.kinds[name]) for one in plans} for name in plans[0].kinds}
     assert all(len(of) > 1 for of in values.values()), values
     # What is printed is what makes it.
-    for one in (found[0], found[-1], max(found, key=lambda one: one.config.mesh.fsdp)):
+    for one in (plans[0], plans[-1], max(plans, key=lambda one: one.config.mesh.fsdp)):
         flags = [*one.words.split(), "--model.seq-len", "512", "--model.num-heads", "2"]
         parsed = cli.parse("lm-tiny", cli.recipe("lm-tiny"), flags).config
         assert dataclasses.replace(one, config=parsed).kinds == one.kinds
@@ -58,12 +58,12 @@ def test_candidates_decide_all_that_the_search_says() -> None:
     same = candidates.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1, (1,))
     assert {one.kinds["batch"] for one in same} == {batch}
     # What splits a layer's activations is waited for.
-    paces = {one.kinds["axes"]: one.seconds for one in reversed(found) if one.kinds["batch"] == batch}
+    paces = {one.kinds["axes"]: one.seconds for one in reversed(plans) if one.kinds["batch"] == batch}
     assert paces["tensor",] > paces["fsdp",]
     own = candidates.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
     assert (own.config.mesh.data, own.bytes > 0) == (2, True)
     # Larger batches are compared by the example.
-    assert min(one.pace for one in found) == min(one.seconds / one.config.data.batch_size for one in found)
+    assert min(one.pace for one in plans) == min(one.seconds / one.config.data.batch_size for one in plans)
 
 
 def test_estimates_know_the_loss_and_the_blocks() -> None:
@@ -151,8 +151,8 @@ def test_blocks_of_2048_are_tried_where_a_core_holds_them() -> None:
 
     def blocks(kib: int | None) -> set[int | None]:
         changed = dataclasses.replace(config, vmem_kib=kib)
-        found = candidates.candidates(changed, CHIPS["v5e"], jax.devices()[:1], 1, (1,))
-        return {one.config.model.compute.attention_block for one in found}
+        plans = candidates.candidates(changed, CHIPS["v5e"], jax.devices()[:1], 1, (1,))
+        return {one.config.model.compute.attention_block for one in plans}
 
     assert blocks(None) == {None, 1024, 2048}  # 32 MiB; 512 is the chip's own
     assert blocks(16384) == {None, 1024}

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
         ("v5e", "'v5e' is not a topology; write CHIP:AxB or CHIP:AxBxC, such as v5e:16x16"),
         ("v5e:16", "is not a topology"),
@@ -40,10 +40,10 @@ pytestmark = pytest.mark.core
         ("v5p:0x4x4", "wired in 3 dimensions"),
     ],
 )
-def test_a_wrong_topology_is_told_what_to_write(written: str, said: str) -> None:
+def test_a_wrong_topology_is_told_what_to_write(written: str, message: str) -> None:
     with pytest.raises(TopologyError) as error:
         topology.chip_of(written)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_only_whole_pods_and_cubes_are_tori(name: str, around: list[bool]) -> No
 def test_without_the_compiler_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else found(name, *a))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else find_spec(name, *a))
     assert main(["compile", "lm-tiny", "--topology", "v5e:2x2"]) == 2
     assert "pip install 'mupax[tpu]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["lm-tiny"], "--topology"),
         (["lm-tinny", "--topology", "v5e:2x2"], "no recipe is named 'lm-tinny'"),
@@ -82,10 +82,10 @@ def test_without_the_compiler_the_command_says_what_to_install(
         (["lm-tiny", "--topology", "7x7"], "'7x7' is not a topology"),
     ],
 )
-def test_wrong_words_are_told_what_to_write(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_told_what_to_write(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *argv]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) <= 10
 
 
@@ -186,11 +186,11 @@ def test_recomputed_blocks_are_counted(layers: str) -> None:
 def test_a_call_that_gives_nothing_is_not_counted() -> None:
     product = jax.jit(lambda x: x @ x)
     (call,) = jax.make_jaxpr(product)(jnp.ones((3, 3))).eqns
-    made = jax.make_jaxpr(lambda x: x @ x + product(x))(jnp.ones((3, 3)))
-    (left,) = [i for i, equation in enumerate(made.eqns) if equation.primitive == call.primitive]
-    dead = made.eqns[left].replace(outvars=[])
-    without = made.jaxpr.replace(eqns=[*made.eqns[:left], dead, *made.eqns[left + 1 :]])
-    assert (matmul_flops(made), matmul_flops(without)) == (2 * 54, 54)
+    jaxpr = jax.make_jaxpr(lambda x: x @ x + product(x))(jnp.ones((3, 3)))
+    (left,) = [i for i, equation in enumerate(jaxpr.eqns) if equation.primitive == call.primitive]
+    dead = jaxpr.eqns[left].replace(outvars=[])
+    without = jaxpr.jaxpr.replace(eqns=[*jaxpr.eqns[:left], dead, *jaxpr.eqns[left + 1 :]])
+    assert (matmul_flops(jaxpr), matmul_flops(without)) == (2 * 54, 54)
 
 
 def test_microbatches_change_no_flops() -> None:
@@ -249,7 +249,7 @@ def test_the_committed_pods_fit(pod: str) -> None:
     assert report["peak_bytes_per_device"] < report["hbm_bytes_per_device"]
     assert report["loops_of_unknown_length"] == 0
     assert report["peak_over_expected"] == pytest.approx(1, abs=0.1)
-    assert all(found["op_name"] or found["source"] for found in report["temporaries"])
+    assert all(row["op_name"] or row["source"] for row in report["temporaries"])
 
 
 # The memory model
@@ -270,10 +270,10 @@ def test_the_memory_model_counts_what_a_device_holds() -> None:
     # Five layers keep the stream of two rows of 14 positions of width 24, in float32.
     assert terms(MeshConfig(data=8), remat="block")["saved activations"] == 5 * 2 * 14 * 24 * 4
     assert terms(MeshConfig(data=8), 32, remat="block")["saved activations"] == 5 * 4 * 14 * 24 * 4
-    kept = [terms(MeshConfig(data=8), remat=name)["saved activations"] for name in ("none", "dots", "block")]
-    assert kept == sorted(kept, reverse=True)
+    activations = [terms(MeshConfig(data=8), remat=name)["saved activations"] for name in ("none", "dots", "block")]
+    assert activations == sorted(activations, reverse=True)
     # Attention of so few positions is ordinary products, which name nothing to keep.
-    assert terms(MeshConfig(data=8), remat="attention")["saved activations"] == kept[-1]
+    assert terms(MeshConfig(data=8), remat="attention")["saved activations"] == activations[-1]
 
 
 @pytest.mark.parametrize(("kernel", "itemsize", "norms"), [("splash", 2, 1), ("xla", 2, 0), ("tiles", 4, 2)])

@@ -50,37 +50,38 @@ def compiled(pod: str, slices: int = 1) -> Compiled:
     return step(pod, slices)
 
 
-def of(made: Compiled, kind: str, *, inside: bool) -> list[Collective]:
+def of(executable: Compiled, kind: str, *, inside: bool) -> list[Collective]:
     """Collectives of a kind within a slice, in the layers' loops or outside of them; a sum that gathers is a gather."""
     return [
-        one for one in made.collectives
+        one for one in executable.collectives
         if ("all-gather" if one.gathers else one.kind) == kind and (DEPTH in one.trips) == inside and not one.between_slices
     ]  # fmt: skip
 
 
-def sent(found: list[Collective]) -> int:
-    return sum(one.bytes * one.times for one in found)
+def sent(collectives: list[Collective]) -> int:
+    return sum(one.bytes * one.times for one in collectives)
 
 
-def waiting(made: Compiled) -> float:
+def waiting(executable: Compiled) -> float:
     """Share of what the layers' loops gather that runs beside nothing; but for the small parts that a sum gathers."""
-    found = [one for one in of(made, "all-gather", inside=True) if not one.gathers]
-    return sum(one.bytes * one.times for one in found if not one.overlapped) / sent(found)
+    gathers = [one for one in of(executable, "all-gather", inside=True) if not one.gathers]
+    return sum(one.bytes * one.times for one in gathers if not one.overlapped) / sent(gathers)
 
 
 @pytest.mark.parametrize("pod", PODS)
 def test_state_is_not_padded_and_nothing_is_sent_that_needs_not_be(pod: str) -> None:
-    made = compiled(pod)
-    assert made.report()["problems"] == []
-    assert made.report()["arguments_over_expected"] < checks.MOST_ARGUMENTS
+    executable = compiled(pod)
+    assert executable.report()["problems"] == []
+    assert executable.report()["arguments_over_expected"] < checks.MOST_ARGUMENTS
     # Of a layer's matrices forward and again, in bfloat16; outside the readout once, and tokens, whose rows of the embedding are sent.
-    tokens = 4 * made.program.config.data.batch_size * LENGTH
-    assert sent(of(made, "all-gather", inside=True)) <= checks.SLACK * 2 * 2 * MATRICES
-    assert sent(of(made, "all-gather", inside=False)) <= checks.SLACK * 2 * WIDTH * VOCAB + tokens
+    tokens = 4 * executable.program.config.data.batch_size * LENGTH
+    assert sent(of(executable, "all-gather", inside=True)) <= checks.SLACK * 2 * 2 * MATRICES
+    assert sent(of(executable, "all-gather", inside=False)) <= checks.SLACK * 2 * WIDTH * VOCAB + tokens
     # Each gradient once: of layers in bfloat16, of the readout in float32, and of vectors and the loss.
     for inside, most in ((True, 2 * MATRICES), (False, 4 * WIDTH * VOCAB + 2**15)):
         assert (
-            sum(sent(of(made, kind, inside=inside)) for kind in ("all-reduce", "reduce-scatter")) <= checks.SLACK * most
+            sum(sent(of(executable, kind, inside=inside)) for kind in ("all-reduce", "reduce-scatter"))
+            <= checks.SLACK * most
         )
 
 
@@ -112,15 +113,15 @@ def test_control_free_layouts_pad_the_state(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_control_an_embedding_that_is_gathered_whole_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Manual, "lookup", lambda self, table, index, axes: self.gather(table, axes)[index])
-    made = step("v5e:4x4")
-    assert sent(of(made, "all-gather", inside=False)) > 1.5 * 2 * WIDTH * VOCAB
-    assert sent(of(made, "all-reduce", inside=False)) > 1.25 * 4 * WIDTH * VOCAB
+    executable = step("v5e:4x4")
+    assert sent(of(executable, "all-gather", inside=False)) > 1.5 * 2 * WIDTH * VOCAB
+    assert sent(of(executable, "all-reduce", inside=False)) > 1.25 * 4 * WIDTH * VOCAB
 
 
 def test_between_slices_each_device_sends_its_part_of_the_gradients() -> None:
-    made = compiled("v5e:2x2", 2)
-    assert made.report()["problems"] == []
-    between = [one for one in made.collectives if one.between_slices]
+    executable = compiled("v5e:2x2", 2)
+    assert executable.report()["problems"] == []
+    between = [one for one in executable.collectives if one.between_slices]
     parts = (MATRICES * 2 + 2 * WIDTH * VOCAB * 4) / 4
     assert 0 < sent(between) <= checks.SLACK * parts + 2**16
     assert {one.axes for one in between} == {("data",)}
@@ -128,6 +129,6 @@ def test_between_slices_each_device_sends_its_part_of_the_gradients() -> None:
 
 def test_control_a_mesh_that_gathers_between_slices_sends_more() -> None:
     config = compiled("v5e:2x2", 2).program.config
-    made = compile_for(dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=8)), "v5e:2x2", 2)
-    between = [one for one in made.collectives if one.between_slices]
+    executable = compile_for(dataclasses.replace(config, mesh=MeshConfig(data=1, fsdp=8)), "v5e:2x2", 2)
+    between = [one for one in executable.collectives if one.between_slices]
     assert sent(between) > 1.5 * (MATRICES * 2 + 2 * WIDTH * VOCAB * 4) / 4
