@@ -74,16 +74,16 @@ def whole(folder: Path) -> Done:
 @pytest.fixture
 def untrained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
     """Runs end before their first step; what they would start from: the state's step and the step restored."""
-    seen: list[tuple[int, int | None]] = []
+    starts: list[tuple[int, int | None]] = []
 
     def end_at_once(session: Any, position: Any) -> Any:
         assert int(position.state.step) == position.step
-        seen.append((position.step, position.step if position.keeps_rows else None))
+        starts.append((position.step, position.step if position.keeps_rows else None))
         return position.state
 
     monkeypatch.setattr(loop, "train_with_rollbacks", end_at_once)
     monkeypatch.setattr(loop.finish, "leave", lambda *_: None)
-    return seen
+    return starts
 
 
 def checkpoints(workdir: Path | str) -> list[int]:
@@ -92,8 +92,8 @@ def checkpoints(workdir: Path | str) -> list[int]:
 
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
     """The metrics without what a clock says."""
-    found = metrics.read(path_of(workdir) / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in found if "perf_data_wait" not in row]
+    records = metrics.read(path_of(workdir) / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in records if "perf_data_wait" not in row]
 
 
 def interrupted(source: str, name: str, step: int) -> Path:
@@ -213,13 +213,13 @@ def test_an_unfinished_checkpoint_is_not_used(whole: Done, untrained: list) -> N
 
 
 def test_restored_arrays_lie_where_this_run_wants_them(whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(loop, "train_with_rollbacks", lambda *arguments: seen.append(arguments) or arguments[1].state)
+    calls: list[Any] = []
+    monkeypatch.setattr(loop, "train_with_rollbacks", lambda *arguments: calls.append(arguments) or arguments[1].state)
     monkeypatch.setattr(loop.finish, "leave", lambda *_: None)
     assert (
         train("--workdir", "whole", "--resume", "--mesh.data", "1", "--mesh.fsdp", "4", "--mesh.tensor", "2").code == 0
     )
-    (session, position), = seen  # fmt: skip
+    (session, position), = calls  # fmt: skip
     state = position.state
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
         lambda leaf: leaf.sharding, session.program.abstract
@@ -244,10 +244,10 @@ def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(whole: Done) -> N
     flip_a_bit(copy, STEPS)
     done = train("--workdir", "damaged", "--resume")
     assert done.code == 0, done.err
-    said = " ".join(done.out.split())
-    assert f"checkpoint {STEPS} is damaged: " in said
-    assert f"set aside as checkpoints/set-aside/{STEPS}, going back to checkpoint 6" in said
-    assert f"resuming lm-tiny at step 6 of {STEPS}" in said
+    output = " ".join(done.out.split())
+    assert f"checkpoint {STEPS} is damaged: " in output
+    assert f"set aside as checkpoints/set-aside/{STEPS}, going back to checkpoint 6" in output
+    assert f"resuming lm-tiny at step 6 of {STEPS}" in output
     assert rows(copy) == rows("whole")
     assert steps(copy / "checkpoints") == [6, STEPS]
 
@@ -272,18 +272,18 @@ def test_where_no_checkpoint_is_good_nothing_is_overwritten(whole: Done, untrain
 def test_a_full_disk_does_not_end_training(lasts: bool, whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     write, name = manifest.write, f"full-{lasts}"
 
-    def full(folder: Path, found: manifest.Manifest) -> None:
-        if lasts or found.step < 5:
+    def full(folder: Path, listing: manifest.Manifest) -> None:
+        if lasts or listing.step < 5:
             raise OSError(28, "No space left on device")
-        write(folder, found)
+        write(folder, listing)
 
     monkeypatch.setattr(manifest, "write", full)
     done = train("--workdir", name)
     assert done.code == int(lasts), done.err
     assert rows(name) == rows("whole")  # every step was trained, and told
-    said = " ".join(done.out.split())
+    output = " ".join(done.out.split())
     for step in (2, 4):
-        assert f"checkpoint {step} could not be saved: No space left on device; there is no other yet" in said
+        assert f"checkpoint {step} could not be saved: No space left on device; there is no other yet" in output
     assert checkpoints(name) == ([] if lasts else [6, STEPS])
     assert (f"error: checkpoint {STEPS} could not be saved" in " ".join(done.err.split())) == lasts
 
@@ -302,7 +302,7 @@ def test_a_second_run_on_the_workdir_is_refused(whole: Done, untrained: list) ->
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--seed 1", "has seed 0, not 1; continue it with --seed 0, or start another"),
         ("--model.width 32", "has model.width 16, not 32; continue it with --model.width 16"),
@@ -315,11 +315,11 @@ def test_a_second_run_on_the_workdir_is_refused(whole: Done, untrained: list) ->
         ("--data.batch-size 32", "has data.batch_size 16, not 32"),
     ],
 )
-def test_another_run_is_not_continued(words: str, said: str, whole: Done, untrained: list) -> None:
+def test_another_run_is_not_continued(words: str, message: str, whole: Done, untrained: list) -> None:
     before = Path("whole/config.json").read_text()
     done = train("--workdir", "whole", "--resume", *words.split())
     assert done.code == 2
-    assert said in done.err
+    assert message in done.err
     assert "Traceback" not in done.err
     assert len(done.err.splitlines()) <= 10
     assert not untrained

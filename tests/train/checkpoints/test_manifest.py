@@ -107,16 +107,16 @@ def test_every_bit_comes_back_on_any_mesh(devices: int, saved: Path) -> None:
 @pytest.mark.core
 def test_the_manifest_has_a_digest_of_every_shard_and_every_file(saved: Path) -> None:
     folder = saved / "checkpoints" / "5"
-    found = verified(folder)
-    assert found.data == FACTS
-    assert {name: len(entry["shards"]) for name, entry in found.arrays.items() if name.startswith("params")} == {
+    listing = verified(folder)
+    assert listing.data == FACTS
+    assert {name: len(entry["shards"]) for name, entry in listing.arrays.items() if name.startswith("params")} == {
         "params.token": 8,
         "params.block.mlp": 8,
         "params.gain": 1,
     }
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert files == {*found.files, manifest.NAME}
-    assert failures.damaged_arrays(folder, found.arrays) == []
+    assert files == {*listing.files, manifest.NAME}
+    assert failures.damaged_arrays(folder, listing.arrays) == []
     assert steps(saved / "checkpoints") == [3, 5]
 
 
@@ -139,18 +139,18 @@ def test_a_state_saved_on_two_devices_is_checked_on_eight(tmp_path: Path) -> Non
 
 @pytest.mark.core
 def test_control_orbax_alone_restores_a_flipped_bit_without_a_word(tmp_path: Path) -> None:
-    wanted = {"a": jnp.zeros((64, 64))}
+    arrays = {"a": jnp.zeros((64, 64))}
     with Renamed(tmp_path).context():
-        ocp.save(str(tmp_path / "plain"), wanted)
+        ocp.save(str(tmp_path / "plain"), arrays)
     flip(data_file(tmp_path / "plain"), 8 * 5000 + 3)
-    loaded = ocp.load(str(tmp_path / "plain"), wanted)
+    loaded = ocp.load(str(tmp_path / "plain"), arrays)
     assert np.count_nonzero(np.asarray(loaded["a"])) == 1
 
 
 @pytest.mark.core
 def test_a_flipped_bit_is_named_set_aside_and_the_one_before_used(run: Path) -> None:
     damaged = run / "checkpoints" / "5"
-    found = manifest.read(damaged)
+    listing = manifest.read(damaged)
     file = data_file(damaged)
     content = file.read_bytes()
     at = content.index(np.asarray(state_at(5).params["token"])[:2].tobytes())
@@ -166,7 +166,7 @@ def test_a_flipped_bit_is_named_set_aside_and_the_one_before_used(run: Path) -> 
         assert words in notes[0]
     assert steps(run / "checkpoints") == [3]
     assert (run / "checkpoints" / "set-aside" / "5" / manifest.NAME).is_file()
-    assert found.step == 5
+    assert listing.step == 5
     # Control: nothing is said of what is good.
     assert restored(run)[1] == []
 
@@ -210,12 +210,12 @@ DAMAGE: dict[str, Any] = {
 @pytest.mark.core
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_of_every_kind_is_named(kind: str, run: Path) -> None:
-    damage, said = DAMAGE[kind]
+    damage, message = DAMAGE[kind]
     damage(run / "checkpoints" / "5")
     state, notes = restored(run)
     assert same(state, state_at(3))
     assert len(notes) == 1
-    assert said in notes[0]
+    assert message in notes[0]
 
 
 @pytest.mark.core
@@ -246,20 +246,20 @@ def test_arrays_that_differ_behind_right_files_are_found(run: Path, monkeypatch:
 
 @pytest.mark.core
 def test_another_state_or_other_data_is_refused_and_not_set_aside(run: Path) -> None:
-    wanted = abstract(state_at(0))
+    target = abstract(state_at(0))
     with Checkpoints(run, 2) as checkpoints:
         with pytest.raises(
             WorkdirError, match="trained on primes with digest d1, this machine has primes with digest d2"
         ):
-            checkpoints.restore(wanted, {**FACTS, "digest": "d2"})
+            checkpoints.restore(target, {**FACTS, "digest": "d2"})
         with pytest.raises(
             WorkdirError, match=r"checkpoint 5 has another state than this run: ema\.gain is missing there"
         ):
-            checkpoints.restore(wanted._replace(ema={"gain": wanted.params["gain"]}), FACTS)
-        gain = wanted.params["gain"]
-        half = {**wanted.params, "gain": jax.ShapeDtypeStruct(gain.shape, jnp.bfloat16, sharding=gain.sharding)}
+            checkpoints.restore(target._replace(ema={"gain": target.params["gain"]}), FACTS)
+        gain = target.params["gain"]
+        half = {**target.params, "gain": jax.ShapeDtypeStruct(gain.shape, jnp.bfloat16, sharding=gain.sharding)}
         with pytest.raises(WorkdirError, match=r"params\.gain is float32 \[\d+\] there and bfloat16 \[\d+\] here"):
-            checkpoints.restore(wanted._replace(params=half), FACTS)
+            checkpoints.restore(target._replace(params=half), FACTS)
     assert steps(run / "checkpoints") == [3, 5]
 
 
@@ -275,13 +275,13 @@ def test_what_an_interrupted_save_left_is_removed(run: Path) -> None:
 @pytest.mark.core
 def test_a_manifest_of_a_stranger_reads_no_file_outside(run: Path) -> None:
     folder = run / "checkpoints" / "5"
-    found = manifest.read(folder)
+    listing = manifest.read(folder)
     for path in ("/etc/passwd", "../3/_CHECKPOINT_METADATA", "state/../../3/manifest.json"):
-        found.files[path] = [1, "0"]
-        manifest.write(folder, found)  # with a digest that is right
+        listing.files[path] = [1, "0"]
+        manifest.write(folder, listing)  # with a digest that is right
         with pytest.raises(manifest.DamagedError, match="another form"):
             manifest.read(folder)
-        del found.files[path]
+        del listing.files[path]
 
 
 # Saves that fail

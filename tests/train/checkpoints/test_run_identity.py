@@ -37,8 +37,11 @@ def test_a_run_has_a_name_which_its_checkpoints_bear(whole: Done, untrained: lis
     record = json.loads((copy / "config.json").read_text())
     assert len(record["run"]) == 16
     for step in steps(copy / "checkpoints"):
-        kept = manifest.read(copy / "checkpoints" / str(step)).record
-        assert (kept["run"], kept["config"]["model"]) == (record["run"], record["config"]["model"])
+        checkpoint_record = manifest.read(copy / "checkpoints" / str(step)).record
+        assert (checkpoint_record["run"], checkpoint_record["config"]["model"]) == (
+            record["run"],
+            record["config"]["model"],
+        )
     assert train("--workdir", "named", "--resume").code == 0
     assert json.loads((copy / "config.json").read_text())["run"] == record["run"]
     assert train("--workdir", "other").code == 0
@@ -54,7 +57,7 @@ REFUSED = {
 @pytest.mark.core
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_checkpoint_of_another_run_or_version_is_refused_and_stays(case: str, whole: Done, untrained: list) -> None:
-    changes, said = REFUSED[case]
+    changes, message = REFUSED[case]
     copy = Path(shutil.copytree("whole", case))
     edit_manifest(copy, STEPS, **changes)
     before = sorted(copy.rglob("*"))
@@ -66,7 +69,7 @@ def test_a_checkpoint_of_another_run_or_version_is_refused_and_stays(case: str, 
         else:
             done = command(*words, case)
         assert done.code == 2, words
-        assert said in done.err, words
+        assert message in done.err, words
         assert len(done.err.splitlines()) == 1, words
     assert command("checkpoints", case, "--verify").code == 1
     assert sorted(copy.rglob("*")) == before

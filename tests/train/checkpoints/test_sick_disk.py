@@ -40,7 +40,7 @@ def tree(workdir: Path) -> list[str]:
 
 def suffer(workdir: Path, control: shim.Control) -> list[list[object]]:
     """Of a process that has the shim: what became of a restore under every fault, a short one and one without end."""
-    wanted, whole = abstract(state_at(0, 1)), tree(workdir)
+    target, whole = abstract(state_at(0, 1)), tree(workdir)
     outcomes: list[list[object]] = []
     for times, disk.PATIENCE_S in ((3, 30.0), (10**9, 0.3)):
         for kind in READING:
@@ -49,7 +49,7 @@ def suffer(workdir: Path, control: shim.Control) -> list[list[object]]:
                 control.arm(kind, effect, 0, times)
                 try:
                     with Checkpoints(workdir, 2, note=lambda _: None) as checkpoints:
-                        state = checkpoints.restore(wanted, FACTS)
+                        state = checkpoints.restore(target, FACTS)
                     outcome = "right" if same(state, state_at(5, 1)) else "wrong"
                 except Exception as error:
                     outcome = f"{type(error).__name__}: {error}"

@@ -50,8 +50,8 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
     (step,) = checkpoints(workdir)
     if number == signal.SIGTERM:
         assert "Traceback" not in err
-        said = f"stopped by {number.name} at step {step} of 1000000, saved; the same command goes on"
-        assert said in " ".join(out.split())
+        message = f"stopped by {number.name} at step {step} of 1000000, saved; the same command goes on"
+        assert message in " ".join(out.split())
     assert rows(workdir)[-1]["step"] == step
     # One device saved it, eight go on.
     done = train("--workdir", str(workdir), "--resume", "--steps", str(step + 2), "--resume-change", "schedule")

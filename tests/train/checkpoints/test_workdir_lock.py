@@ -179,25 +179,25 @@ def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
 
 
 def test_a_run_that_was_thought_dead_ends_when_it_comes_back(place: Path) -> None:
-    said: list[str] = []
-    with lock.held(place, "owner", said.append):
+    messages: list[str] = []
+    with lock.held(place, "owner", messages.append):
         (place / "owner").write_text(json.dumps({"token": "b", "who": "process 7 on other"}))
         for _ in range(50):
             time.sleep(0.1)
-            if said:
+            if messages:
                 break
-    assert "was taken over by process 7 on other" in said[0]
+    assert "was taken over by process 7 on other" in messages[0]
     assert json.loads((place / "owner").read_bytes())["token"] == "b", "what is another's is not given back"
 
 
 def test_of_two_that_see_a_free_folder_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 10.0)
-    both, free, outcomes = threading.Barrier(2), lock.Owned._free, []
+    barrier, free, outcomes = threading.Barrier(2), lock.Owned._free, []
 
     def seen_together(self: lock.Owned) -> object:
-        found = free(self)
-        both.wait(10)
-        return found
+        entry = free(self)
+        barrier.wait(10)
+        return entry
 
     def start() -> None:
         try:
