@@ -40,14 +40,14 @@ ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize(("words", "said"), ADDRESSES, ids=[words.partition("://")[0] for words, _ in ADDRESSES])
+@pytest.mark.parametrize(("words", "message"), ADDRESSES, ids=[words.partition("://")[0] for words, _ in ADDRESSES])
 def test_an_address_is_no_path(
-    words: str, said: str, capsys: Capture, started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: str, message: str, capsys: Capture, started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every one of them names a folder of this machine to pathlib, which would be made and then lost with the machine."""
     monkeypatch.chdir(tmp_path)
     err = refused(capsys, *words.split())
-    assert said in err
+    assert message in err
     assert "mount the bucket (gcsfuse, mount-s3) or copy the files here" in err
     assert not started
     assert not list(tmp_path.iterdir())

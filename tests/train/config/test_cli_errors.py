@@ -20,19 +20,19 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("lm-tyni", "did you mean lm-tiny?"),
         ("--steps 3", "the first word is a recipe"),
         ("zzz", "the recipes are lm-laptop, lm-tiny, vit-digits"),
     ],
 )
-def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
-    assert said in refused(capsys, *words.split())
+def test_a_wrong_first_word(words: str, message: str, capsys: Capture) -> None:
+    assert message in refused(capsys, *words.split())
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--optimizer.peak-lrr 3", "no flag is named --optimizer.peak-lrr; did you mean --optimizer.peak-lr?"),
         ("--optimizer.peak_lrr=3", "did you mean --optimizer.peak-lr?"),
@@ -56,14 +56,14 @@ def test_a_wrong_first_word(words: str, said: str, capsys: Capture) -> None:
         ("--preset.form mean", "'mean-field', 'plain', 'readout-multiplier', 'table-9'"),
     ],
 )
-def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
+def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
     err = refused(capsys, "lm-tiny", *words.split())
-    assert said in err
+    assert message in err
     assert "python -m train lm-tiny --help" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "--optimizer.name shampoo",
@@ -135,8 +135,8 @@ def test_a_wrong_flag(words: str, said: str, capsys: Capture) -> None:
         ("--data.no-augment", "--data.no-augment is not read with the data python_corpus"),
     ],
 )
-def test_values_that_do_not_fit(words: str, said: str, capsys: Capture, started: list[Config]) -> None:
-    assert said in refused(capsys, "lm-tiny", *words.split())
+def test_values_that_do_not_fit(words: str, message: str, capsys: Capture, started: list[Config]) -> None:
+    assert message in refused(capsys, "lm-tiny", *words.split())
     assert not started
 
 

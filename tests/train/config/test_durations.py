@@ -30,8 +30,8 @@ def tau(config: Config) -> float:
 def test_they_become_steps_and_weight_decay(decay: str, capsys: Capture):
     config = printed(capsys, "lm-tiny", *BOTH, "--optimizer.decay", decay)
     assert config.optimizer.warmup_steps == 50  # of 16 x 128 tokens
-    wanted = {"independent": 1 / (0.25 * 800), "coupled": 1 / (0.25 * 800 * config.optimizer.peak_lr)}
-    assert config.optimizer.weight_decay == pytest.approx(wanted[decay])
+    expected = {"independent": 1 / (0.25 * 800), "coupled": 1 / (0.25 * 800 * config.optimizer.peak_lr)}
+    assert config.optimizer.weight_decay == pytest.approx(expected[decay])
     assert tau(config) == pytest.approx(0.25)
     # What a run goes on with: numbers as if they had been written.
     opt = config.optimizer
@@ -69,10 +69,10 @@ def test_warm_up_of_images_is_in_images(capsys: Capture):
 
 @pytest.mark.parametrize("decay", ["coupled", "independent"])
 def test_under_sde_tokens_of_warm_up_and_timescale_stay_as_the_batch_grows(decay: str, capsys: Capture):
-    both = ("--optimizer.warmup-tokens", "81.92k", *BOTH[2:])
+    durations = ("--optimizer.warmup-tokens", "81.92k", *BOTH[2:])
     for batch in (8, 64):
         flags = ("--optimizer.decay", decay, "--data.batch-size", str(batch), "--steps", str(6400 // batch))
-        config = printed(capsys, *BASE, *both, *flags)
+        config = printed(capsys, *BASE, *durations, *flags)
         assert config.scaled_optimizer.warmup_steps * batch * 128 == 81920
         assert tau(config) == pytest.approx(0.25)
     # Control: the same numbers without the rule are another warm-up and another timescale.

@@ -39,8 +39,8 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
     assert config.preset.base == "lm-proxy,batch=16,tokens=1638400"
     assert opt == RECIPES["lm-tiny"]().optimizer
     # Independent decay is lr*wd: four times.
-    wanted = {"peak_lr": 0.016, "b1": 0.6, "b2": 0.8, "eps": 5e-9, "weight_decay": 0.0012, "warmup_steps": 12}
-    assert dataclasses.asdict(config.scaled_optimizer) == pytest.approx({**dataclasses.asdict(opt), **wanted})
+    expected = {"peak_lr": 0.016, "b1": 0.6, "b2": 0.8, "eps": 5e-9, "weight_decay": 0.0012, "warmup_steps": 12}
+    assert dataclasses.asdict(config.scaled_optimizer) == pytest.approx({**dataclasses.asdict(opt), **expected})
     at_the_base = printed(capsys, "lm-tiny", "--joint", "sde")
     assert at_the_base.scaled_optimizer == at_the_base.optimizer
     assert from_json(to_json(config)) == config
@@ -49,7 +49,7 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
 
 
 @pytest.mark.parametrize(
-    ("base", "wanted"),
+    ("base", "expected"),
     [
         ("lm-proxy,batch=8,tokens=819200", "lm-proxy,batch=8,tokens=819200"),
         ("lm-proxy,batch=8", "lm-proxy,batch=8,tokens=1638400"),
@@ -60,13 +60,13 @@ def test_the_recipes_batch_and_tokens_are_the_base(capsys: Capture):
         ("lm-tiny", "lm-tiny,batch=16,tokens=1638400"),
     ],
 )
-def test_what_a_base_says_of_batch_and_tokens_holds(base: str, wanted: str, capsys: Capture):
+def test_what_a_base_says_of_batch_and_tokens_holds(base: str, expected: str, capsys: Capture):
     other = RECIPES["gpt2-c4"]()
     batch = other.data.batch_size
-    wanted = wanted.format(batch * 8, batch * other.model.units * other.steps)
+    expected = expected.format(batch * 8, batch * other.model.units * other.steps)
     argv = ("lm-tiny", "--joint", "sde", "--preset.base", base, "--data.batch-size", "32", "--optimizer.b2", "0.9999")
     argv += ("--optimizer.b1", "0.999")
-    assert printed(capsys, *argv).preset.base == wanted
+    assert printed(capsys, *argv).preset.base == expected
 
 
 def test_a_tuned_preset_brings_the_batch_and_tokens_of_its_study(capsys: Capture):

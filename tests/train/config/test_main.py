@@ -65,12 +65,12 @@ def test_the_code_of_a_run_is_passed_on(monkeypatch: pytest.MonkeyPatch, started
 
 
 def test_dry_run_starts_no_run(monkeypatch: pytest.MonkeyPatch, started: list[Config]) -> None:
-    seen: list[Config] = []
-    dryrun = types.SimpleNamespace(run=lambda config: seen.append(config) or 0)
+    configs: list[Config] = []
+    dryrun = types.SimpleNamespace(run=lambda config: configs.append(config) or 0)
     monkeypatch.setitem(sys.modules, "mupax.train.run.dry_run", dryrun)
     monkeypatch.setattr(train_run, "dry_run", dryrun, raising=False)
     assert main(["vit-digits", "--dry-run", "--steps", "7"]) == 0
-    assert [config.steps for config in seen] == [7]
+    assert [config.steps for config in configs] == [7]
     assert not started
 
 

@@ -46,7 +46,7 @@ def batches() -> list[Any]:
 
 
 class Steps(NamedTuple):
-    made: Program
+    program: Program
     states: list[TrainState]
     """At the start, and after each of three steps."""
     first: dict[str, Any]
@@ -54,15 +54,15 @@ class Steps(NamedTuple):
 
 
 @functools.cache
-def trained(given: Config) -> Steps:
-    made = assemble(given, jax.devices()[:1])
-    step, numbers, state, seen = made.compile_train(), made.step_inputs(), made.initial_state(), []
+def trained(run: Config) -> Steps:
+    program = assemble(run, jax.devices()[:1])
+    step, numbers, state, history = program.compile_train(), program.step_inputs(), program.initial_state(), []
     states = [jax.device_get(state)]
     for batch in batches():
-        state, metrics = step(state, numbers, made.train_feed().put(batch))
+        state, metrics = step(state, numbers, program.train_feed().put(batch))
         states.append(jax.device_get(state))
-        seen.append(jax.device_get(metrics))
-    return Steps(made, states, seen[0])
+        history.append(jax.device_get(metrics))
+    return Steps(program, states, history[0])
 
 
 @pytest.mark.core
@@ -90,7 +90,7 @@ def test_what_is_trained_is_chosen_and_then_left_out() -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ({"freeze": ("querry",)}, "--freeze querry: no parameter has this role or name; did you mean query"),
         ({"freeze": ("block.atention.key",)}, "did you mean block.attention.key"),
@@ -99,23 +99,25 @@ def test_what_is_trained_is_chosen_and_then_left_out() -> None:
         ({"train_only": ("query",), "freeze": ("*",)}, "--freeze and --train-only leave no parameter to train"),
     ],
 )
-def test_a_pattern_that_means_nothing_is_an_error(flags: dict[str, Any], said: str) -> None:
+def test_a_pattern_that_means_nothing_is_an_error(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         assemble(config(**flags), jax.devices()[:1])
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_frozen_parameters_stay_to_the_last_bit_and_have_no_optimizer_state(optimizer: str) -> None:
     settings = dataclasses.replace(WHOLE.optimizer, name=optimizer)
-    made, (start, *_, end), _ = trained(config(freeze=FROZEN, optimizer=settings))
+    program, (start, *_, end), _ = trained(config(freeze=FROZEN, optimizer=settings))
     assert end.ema is not None
     for name, w in start.params.items():
         assert np.array_equal(end.params[name], w) == (name in NAMES), name
         assert np.array_equal(end.ema[name], w) == (name in NAMES), name
-    held = {getattr(path[-1], "key", None) for path, _ in jax.tree_util.tree_leaves_with_path(made.abstract.opt_state)}
+    held = {
+        getattr(path[-1], "key", None) for path, _ in jax.tree_util.tree_leaves_with_path(program.abstract.opt_state)
+    }
     assert not held & NAMES
-    assert made.trained & held == made.trained
+    assert program.trained & held == program.trained
 
 
 def test_the_first_step_of_the_others_is_as_without_freezing() -> None:
@@ -129,16 +131,16 @@ def test_the_gradient_norm_is_that_of_what_is_trained() -> None:
     some, every = trained(config(freeze=FROZEN)).first, trained(config()).first
     squares = dict(zip(SPECS, every["squares"], strict=True))  # one layer, so one per parameter
     assert every["grad_norm"] == pytest.approx(np.sqrt(sum(squares.values())), rel=1e-5)
-    wanted = np.sqrt(sum(square for name, square in squares.items() if name not in NAMES))
-    assert some["grad_norm"] == pytest.approx(wanted, rel=1e-5)
-    assert wanted < 0.99 * every["grad_norm"]
+    norm = np.sqrt(sum(square for name, square in squares.items() if name not in NAMES))
+    assert some["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert norm < 0.99 * every["grad_norm"]
 
 
 def test_no_gradient_of_a_frozen_matrix_is_computed() -> None:
     """Products of the compiled step: all frozen but the readout leaves one of the backward pass."""
 
-    def dots(given: Config) -> int:
-        return str(assemble(given, jax.devices()[:1]).trace_train().jaxpr).count("dot_general")
+    def dots(run: Config) -> int:
+        return str(assemble(run, jax.devices()[:1]).trace_train().jaxpr).count("dot_general")
 
     assert dots(config(train_only=("readout",))) < 0.6 * dots(config())
 

@@ -56,7 +56,7 @@ def test_lists_of_json_are_tuples_again(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "field", "value", "said"),
+    ("owner", "field", "value", "message"),
     [
         ("model", "width", "64", "model.width is '64'; it must be int"),
         ("model", "width", 64.0, "model.width is 64.0"),
@@ -72,10 +72,10 @@ def test_lists_of_json_are_tuples_again(changed: dict[str, Any]) -> None:
         ("data", "name", 7, "data.name is 7"),
     ],
 )
-def test_a_value_of_another_type_is_refused(owner: str, field: str, value: Any, said: str) -> None:
+def test_a_value_of_another_type_is_refused(owner: str, field: str, value: Any, message: str) -> None:
     fields = as_read(to_json(RECIPES["lm-tiny"]()))
     fields[owner][field] = value
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         from_json(fields)
 
 
@@ -119,7 +119,7 @@ def test_a_config_survives_json(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"stepz": 3}, "did you mean steps?"),
         ({"model": {"family": "cnn"}}, "model.family is 'cnn'; write one of vit, decoder"),
@@ -127,8 +127,8 @@ def test_a_config_survives_json(name: str) -> None:
         ({"data": {"name": "digits"}}, "batch_size"),
     ],
 )
-def test_a_wrong_config_on_disk(change: dict, said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("?", r"\?")):
+def test_a_wrong_config_on_disk(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         from_json({**to_json(RECIPES["lm-tiny"]()), **change})
 
 

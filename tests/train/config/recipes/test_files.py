@@ -62,7 +62,7 @@ def test_commands_that_take_a_recipe_take_a_file(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("a.yaml", None, "a.yaml: no such file; `--print-config > "),
         ("a.yaml", "recipe: lm-tiny\nstep: 12\n", "a.yaml: no config has a field step; did you mean steps?"),
@@ -80,13 +80,13 @@ def test_commands_that_take_a_recipe_take_a_file(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_a_wrong_file_is_one_message_with_its_name(
-    name: str, text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     assert main(["--config", str(tmp_path / name), "--dry-run"]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) <= 2
 
 

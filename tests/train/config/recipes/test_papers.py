@@ -152,16 +152,16 @@ def test_the_authors_code_trains_the_same(recipe: str) -> None:
     step = program.compile_train()
 
     def losses(numbers: Program) -> list[float]:
-        state, found = program.placed(program.initial_state(), step), []
+        state, curve = program.placed(program.initial_state(), step), []
         for batch in batches:
             state, metrics = step(state, numbers.step_inputs(), batch)
-            found.append(float(metrics["loss"]))
-        return found
+            curve.append(float(metrics["loss"]))
+        return curve
 
     start = jax.device_get(program.initializer.params(config.seed, program.stds))
     multipliers = program.inputs.factors.multiplier
-    seen = {n: w * multipliers[n].reshape(-1, *[1] * (w.ndim - 1)) for n, w in start.items()}
-    expected = trained(config, theirs(config, {n: w.reshape(start[n].shape) for n, w in seen.items()}), batches)
+    weights = {n: w * multipliers[n].reshape(-1, *[1] * (w.ndim - 1)) for n, w in start.items()}
+    expected = trained(config, theirs(config, {n: w.reshape(start[n].shape) for n, w in weights.items()}), batches)
     assert np.ptp(expected) > 0.02
     # The ViT's output is over gamma0 = 0.1, and so is its rounding.
     np.testing.assert_allclose(losses(program), expected, rtol=5e-7 if text else 1e-6, atol=0)
