@@ -40,21 +40,21 @@ def batch() -> dict[str, Any]:
 
 
 @functools.cache
-def program(mesh: MeshConfig = RUN.mesh) -> Program:
+def program_on(mesh: MeshConfig = RUN.mesh) -> Program:
     devices = jax.devices() if mesh.fsdp > 1 else jax.devices()[:1]
     return assemble(dataclasses.replace(RUN, mesh=mesh), devices)
 
 
-def trained(made: Program) -> tuple[list[Any], list[float]]:
+def trained(program: Program) -> tuple[list[Any], list[float]]:
     """States 0 to 2 on the host, and the losses of both steps."""
-    step, state, numbers = made.compile_train(), made.initial_state(), made.step_inputs()
+    step, state, numbers = program.compile_train(), program.initial_state(), program.step_inputs()
     states, losses = [jax.device_get(state)], []
     for _ in range(2):
-        state, metrics = step(state, numbers, made.train_feed().put(batch()))
+        state, metrics = step(state, numbers, program.train_feed().put(batch()))
         states.append(jax.device_get(state))
         losses.append(float(metrics["loss"]))
-    if made.mesh.size == 1:
-        again, _ = step(jax.device_put(states[1]), numbers, made.train_feed().put(batch()))
+    if program.mesh.size == 1:
+        again, _ = step(jax.device_put(states[1]), numbers, program.train_feed().put(batch()))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(again).params, states[2].params)
     return states, losses
 
@@ -93,9 +93,9 @@ def test_a_block_left_out_passes_the_stream_on() -> None:
 @pytest.mark.core
 def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_nothing_out() -> None:
     """On the mesh parameters and batch are split, and gradients summed by hand; sums over devices round elsewhere."""
-    made = program()
-    states, losses = trained(made)
-    split, on_mesh = trained(program(MeshConfig(data=2, fsdp=4)))
+    program = program_on()
+    states, losses = trained(program)
+    split, on_mesh = trained(program_on(MeshConfig(data=2, fsdp=4)))
     np.testing.assert_allclose(on_mesh, losses, rtol=1e-5)
     for name, w in states[2].params.items():
         np.testing.assert_allclose(split[2].params[name], w, rtol=2e-3, atol=2e-5, err_msg=name)
@@ -103,7 +103,7 @@ def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_n
     hard = {name: x for name, x in batch().items() if name != "labels"}
     sums = [
         one.compile_eval()(jax.device_put(states[1].params), one.step_inputs(), one.eval_feed().put(hard))
-        for one in (made, without)
+        for one in (program, without)
     ]
     assert float(sums[0].loss) == float(sums[1].loss)
     assert without.inputs.drop is None
@@ -128,14 +128,14 @@ def test_the_loss_of_soft_labels_is_their_cross_entropy() -> None:
 
 @pytest.mark.core
 def test_rates_fall_by_a_factor_a_block_and_the_table_shows_it() -> None:
-    made = program()
+    program = program_on()
     plain = assemble(dataclasses.replace(RUN, optimizer=OptimizerConfig(peak_lr=0.02)), jax.devices()[:1])
-    factors = {name: lr / plain.inputs.factors.lr[name] for name, lr in made.inputs.factors.lr.items()}
+    factors = {name: lr / plain.inputs.factors.lr[name] for name, lr in program.inputs.factors.lr.items()}
     for name in ("patch", "patch_bias", "position"):
         assert factors[name] == pytest.approx(0.5**4)
     for name in ("block.mlp.up", "block.attention_norm.gain", "block.mlp.down_bias"):
         np.testing.assert_allclose(factors[name], [0.125, 0.25, 0.5])
     for name in ("norm.gain", "readout", "readout_bias"):
         assert factors[name] == 1
-    row = next(line for line in dry_run._parameters(made).splitlines() if line.startswith("block.mlp.up "))
+    row = next(line for line in dry_run._parameters(program).splitlines() if line.startswith("block.mlp.up "))
     assert "0.005..0.02" in row, row

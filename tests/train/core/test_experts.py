@@ -140,9 +140,9 @@ def test_experts_that_do_not_fit_are_refused_before_work(
         code = main(["lm-tiny", "--model.mlp-ratio", "4", *words.split(), "--dry-run"])
     except SystemExit as stop:
         code = stop.code
-    said = " ".join(capsys.readouterr().err.split())
+    stderr = " ".join(capsys.readouterr().err.split())
     assert code == 2
-    assert message in said.replace(" │ │ ", " ")
+    assert message in stderr.replace(" │ │ ", " ")
 
 
 def test_an_encoder_decoder_has_no_experts_and_an_mlp_that_does_not_split_none() -> None:

@@ -17,7 +17,7 @@ from mupax.zoo.definition import definition
 pytestmark = pytest.mark.core
 
 
-def made(*words: str) -> Program:
+def program_of(*words: str) -> Program:
     return assemble(parse("lm-tiny", RECIPES["lm-tiny"], [*words]).config)
 
 
@@ -25,14 +25,14 @@ def test_a_constant_reaches_its_own_numbers_alone():
     words = (
         "--preset.rates.readout 4 --preset.stds.query 2 --preset.multipliers.token-embedding 3 --preset.decays.mlp_in 0"
     )
-    plain, tuned = made(), made(*words.split())
-    wanted = {
+    plain, tuned = program_of(), program_of(*words.split())
+    expected = {
         ("lr", "readout"): 4, ("multiplier", "token"): 3,
         ("weight_decay", "block.mlp.up"): 0, ("weight_decay", "block.mlp.gate"): 0,
     }  # fmt: skip
     for column in ("multiplier", "lr", "eps", "weight_decay"):
         for name, number in getattr(plain.inputs.factors, column).items():
-            factor = np.float32(wanted.get((column, name), 1))
+            factor = np.float32(expected.get((column, name), 1))
             np.testing.assert_array_equal(
                 getattr(tuned.inputs.factors, column)[name], number * factor, f"{column} {name}"
             )

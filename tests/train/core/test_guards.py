@@ -175,7 +175,7 @@ def test_wrong_chains_are_refused_by_name(chain: Any, text: str | None):
 
 def rate_schedules() -> dict[str, optax.Schedule]:
     """Every schedule of optax, at rates of order 1."""
-    found = {
+    schedules = {
         "constant_schedule": optax.constant_schedule(0.7),
         "cosine_decay_schedule": optax.cosine_decay_schedule(1.0, 7, 0.1),
         "cosine_onecycle_schedule": optax.cosine_onecycle_schedule(8, 1.0),
@@ -193,7 +193,7 @@ def rate_schedules() -> dict[str, optax.Schedule]:
         "warmup_cosine_decay_schedule": optax.warmup_cosine_decay_schedule(0.1, 1.0, 3, 8, 0.1),
         "warmup_exponential_decay_schedule": optax.warmup_exponential_decay_schedule(0.1, 1.0, 3, 2, 0.5),
     }
-    return found
+    return schedules
 
 
 def test_the_list_of_schedules_is_complete():

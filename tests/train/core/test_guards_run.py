@@ -31,7 +31,7 @@ DECAYED = ["--optimizer.weight-decay", "0.1", "--optimizer.decay", "coupled"]
 DRIFTING = ["--preset", "completep", "--preset.alpha-l", "0.5", "--model.depth", "8"]
 
 
-def made(*words: str) -> Program:
+def program_of(*words: str) -> Program:
     return assemble(parse("lm-tiny", RECIPES["lm-tiny"], [*words]).config)
 
 
@@ -72,8 +72,8 @@ def test_control_growth_that_theory_allows_runs():
         ["--model.depth", "9"],
         ["--model.width", "64", "--model.num-heads", "2"],
     ):
-        assert made(*words).inputs.factors.lr
-    program = made("--model.mlp-ratio", "4")
+        assert program_of(*words).inputs.factors.lr
+    program = program_of("--model.mlp-ratio", "4")
     assert any("mlp/embed is 1.6 times" in text for text in program.preset.cautions(program.definition.sizes))
 
 
@@ -97,20 +97,20 @@ def test_decay_that_drifts_with_size_is_refused_by_name(decay: str, capsys: pyte
     assert "block.attention.key: lr*wd is 0.5 times its value at the base under completep alpha_l=0.5" in err
     assert "write the constant decay=rate to keep it, or decay=table to accept it" in err
     for choice in ("rate", "table"):
-        program = made(*DRIFTING, *words, "--preset.constants", f"decay={choice}")
+        program = program_of(*DRIFTING, *words, "--preset.constants", f"decay={choice}")
         key, factors = "block.attention.key", program.inputs.factors
         pull = factors.weight_decay[key] * (factors.lr[key] if decay == "coupled" else 1)
         np.testing.assert_allclose(pull, {"rate": 1.0, "table": 0.5}[choice], rtol=1e-6)
 
 
 def test_control_decay_that_does_not_drift_runs():
-    made(*DRIFTING, "--optimizer.weight-decay", "0")
-    made("--preset", "completep", "--model.depth", "8", *DECAYED)
-    made("--preset", "mup", "--preset.constants", "decay_width=-1", *DECAYED)  # a choice that was named
-    made("--preset.rates.readout", "4", "--preset.decays.query", "2", "--preset.decays.readout", "0", *DECAYED)
+    program_of(*DRIFTING, "--optimizer.weight-decay", "0")
+    program_of("--preset", "completep", "--model.depth", "8", *DECAYED)
+    program_of("--preset", "mup", "--preset.constants", "decay_width=-1", *DECAYED)  # a choice that was named
+    program_of("--preset.rates.readout", "4", "--preset.decays.query", "2", "--preset.decays.readout", "0", *DECAYED)
     for name in presets.PRESETS:
         base = [] if not presets.get(name).baseless else ["--preset.base", "None"]
-        made("--preset", name, *base, *DECAYED)
+        program_of("--preset", name, *base, *DECAYED)
 
 
 def mine(rule: Any) -> Preset:
@@ -134,7 +134,7 @@ def test_an_optimizer_without_a_rule_stops_a_run_with_the_reason(capsys: pytest.
     err = refused(capsys, "--preset", "ntk", "--optimizer.name", "lion")
     assert "ntk has no rule for the optimizer 'lion' (the paper has SGD and AdamW); it has one for adam" in err
     for name in ("sgd", "momentum", "lion", "muon"):
-        assert made("--optimizer.name", name).preset.family(name)
+        assert program_of("--optimizer.name", name).preset.family(name)
 
 
 def test_sgd_and_momentum_are_two_chains():
@@ -190,9 +190,9 @@ def test_the_chain_of_a_run_applies_the_rates_once(name: str):
 
     def bound(powers: int) -> optax.GradientTransformation:
         def update(updates: Any, state: Any, params: Any = None) -> Any:
-            found, state = tx.update(updates, state, params, factors=factors, hyper=hyper)
-            rates = {n: factors.lr[n].flat[0] ** (powers - 1) for n in found}  # pyright: ignore[reportGeneralTypeIssues]
-            return {n: rates[n] * u for n, u in found.items()}, state  # pyright: ignore[reportAttributeAccessIssue]
+            steps, state = tx.update(updates, state, params, factors=factors, hyper=hyper)
+            rates = {n: factors.lr[n].flat[0] ** (powers - 1) for n in steps}  # pyright: ignore[reportGeneralTypeIssues]
+            return {n: rates[n] * u for n, u in steps.items()}, state  # pyright: ignore[reportAttributeAccessIssue]
 
         return optax.GradientTransformation(tx.init, update)
 

@@ -89,8 +89,8 @@ def at_once() -> Any:
     return sums_and_gradients(FULL, "plain", START)
 
 
-def assert_close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    for got, want in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * max(np.abs(want).max(), 1e-6))
 
 
@@ -105,10 +105,10 @@ def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Rea
         assert np.abs(reading.logits() - reading._replace(cap=None).logits()).max() > 1
     expected = sums_and_gradients(reading, "plain", reference)
     for how in PARTS:
-        made = program(how, reference)
-        assert_close(made(reading, WEIGHTS), expected)
+        value_and_grad = program(how, reference)
+        assert_close(value_and_grad(reading, WEIGHTS), expected)
         # The control: without the last token, which fills a chunk alone, the loss is another.
-        other = made(reading, WEIGHTS.at[-1, -1].set(1 - WEIGHTS[-1, -1]))
+        other = value_and_grad(reading, WEIGHTS.at[-1, -1].set(1 - WEIGHTS[-1, -1]))
         assert abs(other[0].loss - expected[0].loss) > 1e-3
 
 
@@ -178,11 +178,11 @@ def test_logits_whose_exponentials_have_no_room_are_computed_again(sizes: dict[s
     least = losses.way(work, "vocab", kept=0).bytes
     each = losses.way(work, "vocab", kept=1).bytes - least
     assert losses.way(work, "vocab").kept == len(work.parts)  # where nothing is known of room
-    for kept in (0, 2, len(work.parts)):
-        layout.room = least + kept * each
-        assert losses.way(work._replace(room=layout.room), "vocab").kept == kept
+    for num_parts in (0, 2, len(work.parts)):
+        layout.room = least + num_parts * each
+        assert losses.way(work._replace(room=layout.room), "vocab").kept == num_parts
         assert_close(sums_and_gradients(FULL, "vocab", START, layout), expected)
-        computed[kept] = products("vocab", layout)
+        computed[num_parts] = products("vocab", layout)
     # Two products of a part with its readout, and of the reference's, less for each that is kept; three where all are.
     assert computed[0] - computed[2] == 2 * 2
     assert computed[0] - computed[len(work.parts)] == 2 * len(work.parts)
@@ -204,10 +204,10 @@ def test_classes_of_images_and_bfloat16() -> None:
     assert_close(sums_and_gradients(reading, "chunked", targets=targets, weights=weights), expected)
     half = FULL._replace(features=FULL.features.astype(jnp.bfloat16))
     for how in PARTS:
-        found, expected = (sums_and_gradients(half, how) for how in (how, "plain"))
-        assert found[1].features.dtype == jnp.bfloat16
-        assert found[1].weight.dtype == jnp.float32
-        assert_close(found, expected, 2e-2)  # one product rounds its input to 8 bits, the other its output
+        actual, expected = (sums_and_gradients(half, how) for how in (how, "plain"))
+        assert actual[1].features.dtype == jnp.bfloat16
+        assert actual[1].weight.dtype == jnp.float32
+        assert_close(actual, expected, 2e-2)  # one product rounds its input to 8 bits, the other its output
 
 
 def test_equal_logits_count_as_argmax_does() -> None:
@@ -291,13 +291,15 @@ def test_a_tied_model_trains_the_same_with_either() -> None:
     model = DecoderConfig(width=8, depth=1, num_heads=2, vocab_size=17, seq_len=7, tied=True)
     tokens = jnp.asarray(np.random.default_rng(3).integers(0, 17, (4, 7)), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens[:, ::-1], "weights": jnp.ones(tokens.shape)}
-    plain, found = definition(model), []
+    plain, results = definition(model), []
     params = jax.jit(plain.initialize)(0, init_stds(presets.get("sp"), plain))
     for how in ("plain", *PARTS):
-        made = definition(dataclasses.replace(model, compute=ComputeConfig(cross_entropy=how)))
+        variant = definition(dataclasses.replace(model, compute=ComputeConfig(cross_entropy=how)))
         run: Any = StepInputs(
-            resolve(presets.get("mup", base={"embed": 4}), made), cast("Any", None)
+            resolve(presets.get("mup", base={"embed": 4}), variant), cast("Any", None)
         )  # the tied readout is halved
-        found.append(jax.jit(lambda params, made=made, run=run: gradients(made, params, run, batch, 2))(params))
-    for one in found[1:]:
-        assert_close(one, found[0], 1e-4)
+        results.append(
+            jax.jit(lambda params, variant=variant, run=run: gradients(variant, params, run, batch, 2))(params)
+        )
+    for one in results[1:]:
+        assert_close(one, results[0], 1e-4)

@@ -61,8 +61,8 @@ def train(*words: str) -> Done:
 
 
 def rows(workdir: Path | str) -> list[dict[str, Any]]:
-    found = metrics.read(Path(workdir) / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in found if "perf_data_wait" not in row]
+    records = metrics.read(Path(workdir) / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in records if "perf_data_wait" not in row]
 
 
 def interrupted(source: str, name: str, step: int, lines: int) -> Path:
@@ -95,11 +95,11 @@ def test_raise_stops_and_says_where(spoilt: set[int]) -> None:
     spoilt.add(6)
     done = train("--workdir", "raised")
     assert done.code == 1
-    said = " ".join(done.err.split())
-    assert "is not finite at step 7 (loss nan, gradient norm nan)" in said
-    assert "(role " in said
-    assert "the last good checkpoint is step 4" in said
-    assert "--resume --bad-numbers skip" in said
+    stderr = " ".join(done.err.split())
+    assert "is not finite at step 7 (loss nan, gradient norm nan)" in stderr
+    assert "(role " in stderr
+    assert "the last good checkpoint is step 4" in stderr
+    assert "--resume --bad-numbers skip" in stderr
     assert len(done.err.splitlines()) <= 10
     assert "Traceback" not in done.err
     assert rows("raised")[-1]["step"] == 7
@@ -121,12 +121,12 @@ def test_skip_counts_and_is_exact_under_resume(spoilt: set[int]) -> None:
     spoilt |= {2, 6, 7}
     done = train("--workdir", "skipped", "--bad-numbers", "skip")
     assert done.code == 0, done.err
-    found = rows("skipped")
-    assert [row["step"] for row in found if row.get("skipped")] == [3, 7, 8]
-    assert all(row["loss"] is None for row in found if row.get("skipped"))
+    records = rows("skipped")
+    assert [row["step"] for row in records if row.get("skipped")] == [3, 7, 8]
+    assert all(row["loss"] is None for row in records if row.get("skipped"))
     interrupted("skipped", "skipped-on", 4, 9)
     assert train("--workdir", "skipped-on", "--bad-numbers", "skip", "--resume").code == 0
-    assert rows("skipped-on") == found
+    assert rows("skipped-on") == records
     done = train("--workdir", "too-many", "--bad-numbers", "skip", "--faults.most-in-a-row", "2")
     assert done.code == 1
     assert "2 steps in a row were left out" in " ".join(done.err.split())
@@ -137,14 +137,14 @@ def test_rollback_passes_over_the_batches_since_the_checkpoint_and_is_exact_unde
     spoilt |= {1, 8}
     done = train("--workdir", "back", "--bad-numbers", "rollback")
     assert done.code == 0, done.err
-    said = " ".join(done.out.split())
-    assert "back to step 0, going on 2 batches later" in said
-    assert "back to step 4, going on 3 batches later" in said
-    found = [row for row in rows("back") if "loss" in row]
-    assert [row["step"] for row in found] == list(range(1, STEPS + 1))
+    output = " ".join(done.out.split())
+    assert "back to step 0, going on 2 batches later" in output
+    assert "back to step 4, going on 3 batches later" in output
+    records = [row for row in rows("back") if "loss" in row]
+    assert [row["step"] for row in records] == list(range(1, STEPS + 1))
     # Batches 0 and 1 for the first; at step 7, batch 8, three later: 6, 7 and 8.
-    assert [row["batch"] for row in found] == [2, 3, 4, 5, *range(9, 9 + STEPS - 4)]
-    assert not any(row.get("skipped") for row in found)
+    assert [row["batch"] for row in records] == [2, 3, 4, 5, *range(9, 9 + STEPS - 4)]
+    assert not any(row.get("skipped") for row in records)
     for step, lines in ((4, 8), (0, 3), (8, 11)):
         copy = f"back-{step}"
         interrupted("back", copy, step, lines)
@@ -174,12 +174,12 @@ def goes_on(workdir: str, whole: list[dict[str, Any]]) -> None:
 def test_a_signal_ends_an_evaluation_and_resuming_does_it_again(
     whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, seen = TokenData.eval_batches, []
+    evaluate, batches = TokenData.eval_batches, []
 
     def eval_batches(data: TokenData, *rows: slice) -> Any:
         for batch in evaluate(data, *rows):
-            seen.append(1)
-            if len(seen) == 4:  # of the second evaluation, at step 8, the second batch
+            batches.append(1)
+            if len(batches) == 4:  # of the second evaluation, at step 8, the second batch
                 signal.raise_signal(signal.SIGTERM)
                 time.sleep(0.2)
             yield batch
@@ -213,17 +213,17 @@ def test_a_signal_ends_a_wait_for_data(whole: list[dict[str, Any]], monkeypatch:
 
 
 def test_rows_are_on_disk_before_the_checkpoint_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, int]] = []
+    saves: list[tuple[int, int]] = []
     save = loop.Checkpoints.save
 
     def watched(checkpoints: Any, step: int, *rest: Any, **more: Any) -> None:
-        seen.append((step, max(row["step"] for row in rows("flushed"))))
+        saves.append((step, max(row["step"] for row in rows("flushed"))))
         save(checkpoints, step, *rest, **more)
 
     monkeypatch.setattr(loop.Checkpoints, "save", watched)
     monkeypatch.setattr(metrics, "_INTERVAL_S", 60.0)  # the writer's thread alone would be late
     assert train("--workdir", "flushed").code == 0
-    assert seen == [(4, 4), (8, 8), (12, 12)]
+    assert saves == [(4, 4), (8, 8), (12, 12)]
 
 
 # The watchdog
@@ -241,9 +241,9 @@ def test_the_watchdog_speaks_after_a_silence_and_says_what_it_waits_for(tmp_path
             assert (tmp_path / "said").read_text() == ""
             watchdog.waiting("the batch of step 7")
             time.sleep(0.9)
-        said = (tmp_path / "said").read_text()
-    assert 2 <= said.count("without anything finished; waiting for the batch of step 7. The threads are at:") <= 4
-    assert "test_the_watchdog_speaks_after_a_silence" in said
+        report = (tmp_path / "said").read_text()
+    assert 2 <= report.count("without anything finished; waiting for the batch of step 7. The threads are at:") <= 4
+    assert "test_the_watchdog_speaks_after_a_silence" in report
     with (tmp_path / "off").open("w+") as file, Watchdog(None, file) as watchdog:
         watchdog.waiting("nothing")
         time.sleep(0.2)

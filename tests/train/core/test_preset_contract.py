@@ -63,7 +63,7 @@ VIT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon")
 """One of each rate that a table has; the others' chains know no roles, and the decoder has them with every preset."""
 
 
-def made(name: str) -> Preset:
+def preset_of(name: str) -> Preset:
     return presets.get(name, base=None if presets.get(name).baseless else BASE)
 
 
@@ -112,8 +112,8 @@ def stepper(family: str, name: str):
 
 
 def config_of(name: str) -> OptimizerConfig:
-    given: dict[str, Any] = {"name": name.partition("-")[0], "schedule": "constant", **SETTINGS[name]}
-    return OptimizerConfig(peak_lr=PEAK, weight_decay=WEIGHT_DECAY, eps=EPS, **given)
+    settings: dict[str, Any] = {"name": name.partition("-")[0], "schedule": "constant", **SETTINGS[name]}
+    return OptimizerConfig(peak_lr=PEAK, weight_decay=WEIGHT_DECAY, eps=EPS, **settings)
 
 
 def first_direction(name: str, spec: presets.ParamSpec, g: np.ndarray, eps: float) -> np.ndarray:
@@ -148,7 +148,7 @@ def orthogonal(spec: presets.ParamSpec, g: np.ndarray) -> np.ndarray:
     [(*case, family) for family in MODELS for case in CASES if family == "decoder" or case[1] in VIT_OPTIMIZERS],
 )
 def test_initialization_and_first_update_are_the_declared_ones(name: str, optimizer_name: str, family: str):
-    model, preset, config = built(family), made(name), config_of(optimizer_name)
+    model, preset, config = built(family), preset_of(name), config_of(optimizer_name)
     before, grads, after, loss = first_step(family, optimizer_name, preset)
     assert np.isfinite(loss)
     decay = 0.0 if optimizer_name == "adam" else WEIGHT_DECAY
@@ -163,19 +163,19 @@ def test_initialization_and_first_update_are_the_declared_ones(name: str, optimi
         direction = first_direction(optimizer_name, spec, g, scales.eps * EPS)
         pull = decay * scales.weight_decay * w
         coupled = config.decay == "coupled"
-        wanted = -PEAK * scales.lr * (direction + pull) if coupled else -PEAK * scales.lr * direction - pull
-        found = after[key] - w
+        expected = -PEAK * scales.lr * (direction + pull) if coupled else -PEAK * scales.lr * direction - pull
+        update = after[key] - w
         # float32: w + update keeps the update to half a unit in the last place of w.
-        tolerance = 2e-7 * np.abs(w) + (2e-3 if optimizer_name == "muon" else 2e-6) * np.abs(wanted).max()
-        agree = np.abs(found - wanted) <= tolerance
+        tolerance = 2e-7 * np.abs(w) + (2e-3 if optimizer_name == "muon" else 2e-6) * np.abs(expected).max()
+        agree = np.abs(update - expected) <= tolerance
         if optimizer_name == "lion":  # a gradient that is 0 but for rounding has no sign
             agree |= np.abs(g) < 1e-5 * np.abs(g).max()
-        assert agree.all(), (key, np.abs(found - wanted).max(), np.abs(wanted).max())
-        assert spec.role is Role.NORM_GAIN or np.abs(wanted).max() > 0, key
+        assert agree.all(), (key, np.abs(update - expected).max(), np.abs(expected).max())
+        assert spec.role is Role.NORM_GAIN or np.abs(expected).max() > 0, key
 
 
 def test_control_a_rate_five_percent_off_is_seen():
-    preset = made("mup")
+    preset = preset_of("mup")
 
     def off(spec):
         row = preset.rule(spec)
@@ -186,8 +186,8 @@ def test_control_a_rate_five_percent_off_is_seen():
     key = "block.mlp.down"
     scales: Any = preset.scales(model.specs[key], model.sizes, "adamw")
     direction = first_direction("adamw", model.specs[key], grads[key], scales.eps * EPS)
-    wanted = -PEAK * scales.lr * (direction + WEIGHT_DECAY * scales.weight_decay * before[key])
-    assert np.abs(after[key] - before[key] - wanted).max() > 1e-2 * np.abs(wanted).max()
+    expected = -PEAK * scales.lr * (direction + WEIGHT_DECAY * scales.weight_decay * before[key])
+    assert np.abs(after[key] - before[key] - expected).max() > 1e-2 * np.abs(expected).max()
 
 
 def test_tied_readouts_train_or_are_refused_with_the_reason():
@@ -209,15 +209,15 @@ def test_tied_readouts_train_or_are_refused_with_the_reason():
 
     refused = {}
     for name in presets.PRESETS:
-        preset = made(name)
+        preset = preset_of(name)
         try:
             run = StepInputs(resolve(preset, model, "adamw"), optimizer.hyper(config, 5))
         except PresetError as error:
             refused[name] = str(error)
             continue
-        found = np.asarray(losses(init_stds(preset, model), run, batch_of("decoder")))
-        assert np.isfinite(found).all(), name
-        assert found[-1] < found[0], name
+        curve = np.asarray(losses(init_stds(preset, model), run, batch_of("decoder")))
+        assert np.isfinite(curve).all(), name
+        assert curve[-1] < curve[0], name
     assert refused.keys() == {"u-mup", "sp-layerwise"}
     assert all("a tied readout would need two rates" in text and text.endswith("untie it") for text in refused.values())
 
@@ -228,13 +228,13 @@ def test_at_base_size_every_preset_has_the_numbers_of_sp(family: str, optimizer_
     """So that, from the same parameters, they train to the same bits: the program is one and its inputs are equal."""
     model = built(family)
     base = {axis: size for axis, size in model.sizes.items() if axis in BASE}
-    wanted = resolve(presets.get("sp", base=base), model, optimizer_name)
+    expected = resolve(presets.get("sp", base=base), model, optimizer_name)
     for name, make in presets.PRESETS.items():
         if make().baseless or optimizer_name not in make().optimizers:
             continue
-        found = resolve(presets.get(name, base=base), model, optimizer_name)
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
-        assert all((x == 1).all() for x in found.lr.values()), name
+        factors = resolve(presets.get(name, base=base), model, optimizer_name)
+        jax.tree.map(np.testing.assert_array_equal, factors, expected)
+        assert all((x == 1).all() for x in factors.lr.values()), name
 
 
 RELATIVE_BASE = ViTConfig(

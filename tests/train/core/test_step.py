@@ -37,7 +37,7 @@ IMAGES = dataclasses.replace(
 )
 
 
-def program(config: Config = CONFIG) -> Program:
+def program_of(config: Config = CONFIG) -> Program:
     return assemble(config, jax.devices()[:1])
 
 
@@ -61,14 +61,14 @@ def copied(tree: Any) -> Any:
 
 @functools.cache
 def compiled(config: Config = CONFIG) -> Any:
-    return program(config).compile_train()
+    return program_of(config).compile_train()
 
 
 @functools.cache
 def start_of(config: Config) -> tuple[Any, Any]:
     """Initial state, and the numbers of the run with its frozen reference."""
-    made = program(config)
-    return made.initial_state(), made.step_inputs()
+    program = program_of(config)
+    return program.initial_state(), program.step_inputs()
 
 
 def scalars(metrics: dict[str, jax.Array]) -> dict[str, float]:
@@ -78,10 +78,10 @@ def scalars(metrics: dict[str, jax.Array]) -> dict[str, float]:
 @functools.cache
 def stepped(config: Config = CONFIG) -> tuple[Program, Any, Any, dict[str, float]]:
     """A program, the state before and after one compiled step, and its metrics."""
-    made = program(config)
+    program = program_of(config)
     before, run = start_of(dataclasses.replace(config, accumulation_steps=1))
     after, metrics = compiled(config)(copied(before), run, batch_of(config))
-    return made, before, after, scalars(metrics)
+    return program, before, after, scalars(metrics)
 
 
 @functools.cache
@@ -89,8 +89,8 @@ def logits_program(model: ModelConfig) -> Any:
     return jax.jit(functools.partial(steps.logits_of, definition(model)))
 
 
-def logits_of(made: Program, params: Any, run: StepInputs, inputs: Any) -> jax.Array:
-    return logits_program(made.config.model)(params, run, inputs)
+def logits_of(program: Program, params: Any, run: StepInputs, inputs: Any) -> jax.Array:
+    return logits_program(program.config.model)(params, run, inputs)
 
 
 def relative_errors(got: Any, want: Any) -> list[float]:
@@ -106,9 +106,9 @@ def relative_errors(got: Any, want: Any) -> list[float]:
 @pytest.mark.core
 @pytest.mark.parametrize("config", [CONFIG, IMAGES], ids=["tokens", "images"])
 def test_the_loss_is_the_mean_over_the_targets_that_count(config: Config) -> None:
-    made, before, _, metrics = stepped(config)
-    batch, run = batch_of(config), made.step_inputs()
-    logits = np.asarray(logits_of(made, before.params, run, batch["inputs"]), np.float64)
+    program, before, _, metrics = stepped(config)
+    batch, run = batch_of(config), program.step_inputs()
+    logits = np.asarray(logits_of(program, before.params, run, batch["inputs"]), np.float64)
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     w = batch["weights"]
     nll = -np.take_along_axis(log_p, batch["targets"][..., None], axis=-1)[..., 0]
@@ -117,7 +117,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(config: Config) -> Non
     assert metrics["loss"] == pytest.approx((nll * w).sum() / w.sum(), rel=1e-6)
     assert metrics["accuracy"] == pytest.approx((hits * w).sum() / w.sum(), rel=1e-6)
     assert metrics["weight"] == w.sum()
-    sums = made.compile_eval()(before.params, run, batch)
+    sums = program.compile_eval()(before.params, run, batch)
     assert float(sums.loss) == pytest.approx((nll * w).sum(), rel=1e-6)
     assert (float(sums.correct), float(sums.weight)) == ((hits * w).sum(), w.sum())
 
@@ -135,12 +135,12 @@ def test_metrics_tell_the_step_before_the_update() -> None:
 def test_the_gradient_norm_is_over_all_parameters_and_not_clipped() -> None:
     sgd = OptimizerConfig(name="sgd", peak_lr=1.0, schedule="constant", clip_norm=1e-3)
     config = dataclasses.replace(CONFIG, optimizer=sgd, preset=PresetConfig(name="sp", base="lm-proxy"))
-    made, before, after, metrics = stepped(config)
+    program, before, after, metrics = stepped(config)
     total = sum(
         np.square(np.asarray(after.params[n], np.float64) - np.asarray(w)).sum() for n, w in before.params.items()
     )
     assert np.sqrt(total) == pytest.approx(1e-3, rel=1e-2)  # read back from float32 parameters of size one
-    loss = jax.jit(lambda p: (s := steps.batch_sums(made.definition, p, made.inputs, batch_of())).loss / s.weight)
+    loss = jax.jit(lambda p: (s := steps.batch_sums(program.definition, p, program.inputs, batch_of())).loss / s.weight)
     squares = sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(jax.jit(jax.grad(loss))(before.params)))
     assert metrics["grad_norm"] == pytest.approx(float(jnp.sqrt(squares)), rel=1e-5)
 
@@ -149,16 +149,16 @@ def test_the_gradient_norm_is_over_all_parameters_and_not_clipped() -> None:
 @pytest.mark.parametrize("parts", [1, 4])
 def test_z_loss_is_trained_and_measured_but_no_part_of_the_loss(parts: int) -> None:
     _, before, plain, metrics = stepped(dataclasses.replace(CONFIG, accumulation_steps=parts))
-    made, _, after, with_z = stepped(dataclasses.replace(CONFIG, accumulation_steps=parts, z_loss=0.5))
+    program, _, after, with_z = stepped(dataclasses.replace(CONFIG, accumulation_steps=parts, z_loss=0.5))
     assert with_z.keys() - metrics.keys() == {"logit_z_loss"}
     assert with_z["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
-    batch, run = batch_of(), made.step_inputs()
-    logits = logits_of(made, before.params, run, batch["inputs"])
+    batch, run = batch_of(), program.step_inputs()
+    logits = logits_of(program, before.params, run, batch["inputs"])
     squares = np.square(np.asarray(jax.nn.logsumexp(logits, axis=-1)))
     assert with_z["logit_z_loss"] == pytest.approx(np.average(squares, weights=batch["weights"]), rel=1e-5)
     assert max(relative_errors(after.params, plain.params)) > 1e-3
     # An evaluation, which reads the same inputs, has none.
-    assert made.compile_eval()(before.params, run, batch).z is None
+    assert program.compile_eval()(before.params, run, batch).z is None
 
 
 @pytest.mark.core
@@ -188,9 +188,9 @@ def test_accumulation_changes_nothing(config: Config, parts: int) -> None:
 @pytest.mark.core
 def test_control_a_mean_of_means_would_show() -> None:
     # What accumulation gives when each microbatch is averaged over its own targets.
-    made, before, _, metrics = stepped()
+    program, before, _, metrics = stepped()
     parts = [{name: array[i::4] for name, array in batch_of().items()} for i in range(4)]
-    summed = jax.jit(lambda part: steps.batch_sums(made.definition, before.params, made.inputs, part))
+    summed = jax.jit(lambda part: steps.batch_sums(program.definition, before.params, program.inputs, part))
     sums = [summed(part) for part in parts]
     assert np.mean([float(s.loss / s.weight) for s in sums]) != pytest.approx(metrics["loss"], rel=1e-3)
 
@@ -202,10 +202,10 @@ def test_jit_equals_no_jit() -> None:
         compute=ComputeConfig(layers="unrolled"),
     )  # fmt: skip
     small = dataclasses.replace(CONFIG, model=bare, optimizer=dataclasses.replace(CONFIG.optimizer, name="sgd"))
-    made, before, after, metrics = stepped(small)
-    plain = steps.make_train_step(made.definition, made.tx)
+    program, before, after, metrics = stepped(small)
+    plain = steps.make_train_step(program.definition, program.tx)
     with jax.disable_jit():
-        eager, eager_metrics = plain(before, made.inputs, jax.tree.map(jnp.asarray, batch_of(small)))
+        eager, eager_metrics = plain(before, program.inputs, jax.tree.map(jnp.asarray, batch_of(small)))
     assert scalars(eager_metrics) == pytest.approx(metrics, rel=1e-5)
     assert max(relative_errors(eager, after)) < 1e-5
 
@@ -215,11 +215,13 @@ def test_jit_equals_no_jit() -> None:
 
 @pytest.mark.core
 def test_every_preset_runs_the_same_program() -> None:
-    made, before, _, _ = stepped()
+    program, before, _, _ = stepped()
     train, losses = compiled(), {}
     for name in ("sp", "mup", "mup-half", "depth-mup"):
         preset = presets.get(name, base={"embed": 5, "heads": 3, "kv_heads": 1, "head_dim": 2, "mlp": 7, "layers": 1})
-        run = StepInputs(resolve(preset, made.definition, "adamw"), made.inputs.hyper._replace(peak_lr=np.float32(0.1)))
+        run = StepInputs(
+            resolve(preset, program.definition, "adamw"), program.inputs.hyper._replace(peak_lr=np.float32(0.1))
+        )
         after, _ = train(copied(before), run, batch_of())
         after, metrics = train(after, run, batch_of())
         losses[name] = float(metrics["loss"])
@@ -230,29 +232,29 @@ def test_every_preset_runs_the_same_program() -> None:
 def test_every_preset_lowers_to_the_same_text() -> None:
     texts = set()
     for name in ("sp", "mup", "depth-mup"):
-        made = program(dataclasses.replace(CONFIG, preset=PresetConfig(name=name, base="lm-proxy")))
-        step = jax.jit(steps.make_train_step(made.definition, made.tx), donate_argnums=0)
-        texts.add(step.lower(made.abstract, made.inputs, batch_of()).as_text())
+        program = program_of(dataclasses.replace(CONFIG, preset=PresetConfig(name=name, base="lm-proxy")))
+        step = jax.jit(steps.make_train_step(program.definition, program.tx), donate_argnums=0)
+        texts.add(step.lower(program.abstract, program.inputs, batch_of()).as_text())
     assert len(texts) == 1
 
 
 @pytest.mark.core
 def test_a_compiled_step_refuses_another_shape() -> None:
-    made, before, _, _ = stepped()
+    program, before, _, _ = stepped()
     train = compiled()
     shorter = {name: array[:, :5] for name, array in batch_of().items()}
     with pytest.raises(TypeError, match="compiled"):
-        train(copied(before), made.step_inputs(), shorter)
-    unlike = made.inputs._replace(hyper=made.inputs.hyper._replace(schedule=np.ones(11, np.float32)))
+        train(copied(before), program.step_inputs(), shorter)
+    unlike = program.inputs._replace(hyper=program.inputs.hyper._replace(schedule=np.ones(11, np.float32)))
     with pytest.raises(TypeError, match="compiled"):
         train(copied(before), unlike, batch_of())
 
 
 @pytest.mark.core
 def test_the_state_is_given_away() -> None:
-    made, before, _, _ = stepped()
+    program, before, _, _ = stepped()
     state = copied(before)
-    compiled()(state, made.step_inputs(), batch_of())
+    compiled()(state, program.step_inputs(), batch_of())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((state.params, state.opt_state)))
 
 
@@ -267,19 +269,19 @@ def chosen(keep: jax.Array, update: Any, before: tuple) -> tuple:
 def test_a_step_moves_the_state_where_it_lies_and_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     bare = dataclasses.replace(DECODER, depth=1, num_kv_heads=None, bias=False, qk_norm=False, activation="relu")
     config = dataclasses.replace(CONFIG, model=bare, ema=EmaConfig(decay=0.9), freeze=("norm.*",))
-    made, good = program(config), batch_of()
-    batches, found = [good, {**good, "weights": 0 * good["weights"]}, batch_of(seed=1)], []
-    shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in made.abstract.params.values() if leaf.ndim > 1}
+    program, good = program_of(config), batch_of()
+    batches, runs = [good, {**good, "weights": 0 * good["weights"]}, batch_of(seed=1)], []
+    shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in program.abstract.params.values() if leaf.ndim > 1}
     for way in (nonfinite.applied, chosen):
         monkeypatch.setattr(nonfinite, "applied", way)
-        train = made.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
+        train = program.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
         copies = sum(shape in shapes for shape in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", str(train.as_text())))
-        states, told = [made.initial_state()], []
+        states, told = [program.initial_state()], []
         for batch in batches:
-            state, metrics = train(copied(states[-1]), made.step_inputs(), batch)
+            state, metrics = train(copied(states[-1]), program.step_inputs(), batch)
             states, told = [*states, state], [*told, metrics]
-        found.append((copies, jax.device_get((states, told))))
-    (copies, (states, told)), (more, other) = found
+        runs.append((copies, jax.device_get((states, told))))
+    (copies, (states, told)), (more, other) = runs
     assert copies == 0 < more
     assert [int(metrics["verdict"][0]) for metrics in told] == [0, 1, 0]
     chex.assert_trees_all_equal((states, told), other)
@@ -297,47 +299,47 @@ CENTRED = dataclasses.replace(CONFIG, model=dataclasses.replace(DECODER, centere
 
 @pytest.mark.core
 def test_a_centred_output_starts_at_exactly_zero() -> None:
-    made, before, after, metrics = stepped(CENTRED)
+    program, before, after, metrics = stepped(CENTRED)
     run, batch = start_of(CENTRED)[1], batch_of()
-    assert not np.asarray(logits_of(made, before.params, run, batch["inputs"])).any()
+    assert not np.asarray(logits_of(program, before.params, run, batch["inputs"])).any()
     assert metrics["loss"] == pytest.approx(np.log(17), rel=1e-6)
-    assert np.abs(logits_of(made, after.params, run, batch["inputs"])).max() > 1e-3
+    assert np.abs(logits_of(program, after.params, run, batch["inputs"])).max() > 1e-3
 
 
 @pytest.mark.core
 def test_a_centred_output_is_f_minus_f_at_initialization() -> None:
-    made, before, after, _ = stepped(CENTRED)
+    program, before, after, _ = stepped(CENTRED)
     run, x = start_of(CENTRED)[1], batch_of()["inputs"]
-    centred = logits_of(made, after.params, run, x)
-    plain = [logits_of(made, p, run._replace(reference=None), x) for p in (after.params, before.params)]
+    centred = logits_of(program, after.params, run, x)
+    plain = [logits_of(program, p, run._replace(reference=None), x) for p in (after.params, before.params)]
     np.testing.assert_allclose(centred, plain[0] - plain[1], atol=1e-6)
     # No gradient flows through the frozen model.
     frozen = jax.grad(
-        lambda r: jnp.sum(steps.logits_of(made.definition, after.params, run._replace(reference=r), x) ** 2)
+        lambda r: jnp.sum(steps.logits_of(program.definition, after.params, run._replace(reference=r), x) ** 2)
     )
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(jax.jit(frozen)(run.reference)))
 
 
 @pytest.mark.core
 def test_the_frozen_reference_is_made_again_from_the_seed() -> None:
-    made, before, _, _ = stepped(CENTRED)
-    assert made is not program(CENTRED)
-    reference = program(CENTRED).step_inputs().reference
+    program, before, _, _ = stepped(CENTRED)
+    assert program is not program_of(CENTRED)
+    reference = program_of(CENTRED).step_inputs().reference
     assert reference is not None
     for name, value in before.params.items():
         np.testing.assert_array_equal(reference[name], value)
-    other = program(dataclasses.replace(CENTRED, seed=1)).step_inputs().reference
+    other = program_of(dataclasses.replace(CENTRED, seed=1)).step_inputs().reference
     assert other is not None
     assert not (np.asarray(other["token"]) == np.asarray(before.params["token"])).any()
 
 
 def test_gamma0_divides_a_centred_output_once() -> None:
-    made, _, after, _ = stepped(CENTRED)
+    program, _, after, _ = stepped(CENTRED)
     outputs = []
     for gamma0 in (1.0, 0.25):
         preset = presets.get("mup", gamma0=gamma0)
-        run = start_of(CENTRED)[1]._replace(factors=resolve(preset, made.definition))
-        outputs.append(np.asarray(logits_of(made, after.params, run, batch_of()["inputs"])))
+        run = start_of(CENTRED)[1]._replace(factors=resolve(preset, program.definition))
+        outputs.append(np.asarray(logits_of(program, after.params, run, batch_of()["inputs"])))
     np.testing.assert_allclose(outputs[1], 4 * outputs[0], rtol=1e-4, atol=1e-5)
 
 

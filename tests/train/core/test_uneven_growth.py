@@ -60,12 +60,12 @@ def changes(model: DecoderConfig, base: DecoderConfig, key: str) -> dict[str, fl
         def output(w):
             return built.apply({**params, key: w}, run.factors.multiplier, run.factors.forward, batch["inputs"])
 
-        found = []
+        rms_changes = []
         for direction in (jnp.sign(grads[key]), grads[key]):
             rate = run.factors.lr[key].reshape(-1, *[1] * (direction.ndim - 1))
             _, change = jax.jvp(output, (params[key],), (rate * direction,))
-            found.append(jnp.sqrt(jnp.mean(jnp.square(change))))
-        return found
+            rms_changes.append(jnp.sqrt(jnp.mean(jnp.square(change))))
+        return rms_changes
 
     stds = init_stds(preset, built)
     means = {"adam": [], "sgd": []}

@@ -16,22 +16,22 @@ from mupax.train.core.costs import fit
 from mupax.train.core.program import assemble
 
 FLAGS = "--model.depth 2 --mesh.data 2 --mesh.fsdp 4 --data.batch-size 32"
-Said = Callable[[float], str | None]
+Advice = Callable[[float], str | None]
 
 
 def needs(flags: str) -> fit.Needs:
-    taken = fit.needs(assemble(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags.split()).config))
-    assert taken
-    return taken
+    memory = fit.needs(assemble(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags.split()).config))
+    assert memory
+    return memory
 
 
 @pytest.fixture(scope="module")
-def taken() -> fit.Needs:
+def memory() -> fit.Needs:
     return needs(FLAGS)
 
 
 @pytest.fixture
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Said:
+def advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Advice:
     """The row of a dry run on devices of so many bytes, where the step does not fit; None where it says that it does."""
 
     def run(limit: float, flags: str = FLAGS) -> str | None:
@@ -51,34 +51,34 @@ def advised(text: str | None) -> str:
     return flags[1]
 
 
-def test_the_flags_that_it_names_make_it_fit(taken: fit.Needs, said: Said) -> None:
-    assert said(taken.peak) is None
-    limit = taken.state + taken.temporary // 2
-    flags = advised(said(limit))
+def test_the_flags_that_it_names_make_it_fit(memory: fit.Needs, advice: Advice) -> None:
+    assert advice(memory.peak) is None
+    limit = memory.state + memory.temporary // 2
+    flags = advised(advice(limit))
     assert needs(f"{FLAGS} {flags}").peak <= limit
 
 
-def test_a_state_that_is_too_large_alone_is_split_over_the_devices_there_are(said: Said) -> None:
+def test_a_state_that_is_too_large_alone_is_split_over_the_devices_there_are(advice: Advice) -> None:
     flags = "--model.depth 2 --data.batch-size 24"
     whole = needs(flags)
     limit = whole.state * 0.9 + whole.temporary / 2
-    text = said(limit, flags)  # the control: without the flags it does not fit
+    text = advice(limit, flags)  # the control: without the flags it does not fit
     assert "as compiled" in (text or "")
     assert re.match(r"--mesh\.fsdp [248]\b", advised(text)), text
-    assert said(limit, f"{flags} {advised(text)}") is None
+    assert advice(limit, f"{flags} {advised(text)}") is None
 
 
-def test_more_devices_than_there_are_divide_batch_and_sizes(said: Said) -> None:
+def test_more_devices_than_there_are_divide_batch_and_sizes(advice: Advice) -> None:
     flags = "--model.depth 2 --data.batch-size 40 --mesh.fsdp 2"
     limit = needs(f"{flags} --model.compute.remat block --accumulation-steps 5").peak * 0.85
-    text = said(limit, flags)  # the control: without the flags it does not fit
+    text = advice(limit, flags)  # the control: without the flags it does not fit
     assert "still too much" not in (text or "")
     again = f"{flags} {advised(text)}"
     data, fsdp = (int(re.findall(rf"--mesh\.{axis} (\d+)", again)[-1]) for axis in ("data", "fsdp"))
     assert (40 % (data * fsdp), 128 % fsdp) == (0, 0), text
     assert data * fsdp > 8
     assert f"On {data * fsdp} such devices" in (text or "")
-    assert said(limit, again) is None
+    assert advice(limit, again) is None
 
 
 def test_a_dry_run_for_devices_that_are_not_here_says_so(
@@ -94,15 +94,15 @@ def test_a_dry_run_for_devices_that_are_not_here_says_so(
     assert "the mesh needs a multiple of 16 devices (fsdp 16); there are 8" in capsys.readouterr().err
 
 
-def test_what_no_flag_makes_fit_is_said(taken: fit.Needs, said: Said) -> None:
-    text = said(taken.temporary / 4) or ""
+def test_what_no_flag_makes_fit_is_said(memory: fit.Needs, advice: Advice) -> None:
+    text = advice(memory.temporary / 4) or ""
     assert re.search(
         r"No flags make it fit these devices\. On \d+ such devices, with .* by estimate, still too much", text
     )
-    text = said(1000) or ""
+    text = advice(1000) or ""
     assert "No flags make it fit these devices. On 32 of them the activations of one example alone are more." in text
     assert text.endswith("Write a smaller model, or a smaller --model.seq-len")
-    assert "No larger mesh divides the batch and" in (said(1000, "--model.depth 2 --data.batch-size 8") or "")
+    assert "No larger mesh divides the batch and" in (advice(1000, "--model.depth 2 --data.batch-size 8") or "")
 
 
 def test_a_cpu_has_its_part_of_the_host() -> None:

@@ -114,13 +114,13 @@ def test_the_transformation_is_the_loops_own_chain(name: str):
     numbers = {"factors": factors.resolve(preset, of, name), "hyper": optimizer.hyper(config, 4).at(jnp.int32(0))}
 
     @jax.jit
-    def both(params, grads):
+    def updates(params, grads):
         named = of.arrays(params)
         return tx.update(grads, tx.init(params), params), chain.update(
             of.arrays(grads), chain.init(named), named, **numbers
         )
 
-    (moved, state), (expected, _) = both(params, grads)
+    (moved, state), (expected, _) = updates(params, grads)
     chex.assert_trees_all_close(of.arrays(moved), expected, rtol=1e-6)
     chex.assert_trees_all_equal_shapes(moved, params)
     assert int(state.step) == 1

@@ -115,35 +115,35 @@ def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, base
 def test_sp_trains_to_the_bits_of_bare_optax(config: DecoderConfig | ViTConfig, name: str):
     """Which parameters decay is of each model; SGD's chain reads nothing of a model but the numbers of the next test."""
     start, params, losses = trained(config, name, "sp", based=True)
-    wanted, wanted_losses = bare(config, name, start, batch_of(config))
+    expected, expected_losses = bare(config, name, start, batch_of(config))
     assert losses[0] != losses[-1]
-    np.testing.assert_array_equal(losses, wanted_losses)
+    np.testing.assert_array_equal(losses, expected_losses)
     for key in params:
-        np.testing.assert_array_equal(params[key], wanted[key], err_msg=key)
+        np.testing.assert_array_equal(params[key], expected[key], err_msg=key)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lion"])
 def test_sp_has_the_same_numbers_whatever_its_base(name: str):
     """So that the equality above holds at any size: sp's rates, eps and decay are exactly 1 everywhere."""
     for config in (LM, dataclasses.replace(LM, width=30, depth=5), VIT):
-        wanted = resolve(presets.get("sp", base=config.base_sizes()), definition(config), name)
-        assert all((x == 1).all() for column in (wanted.lr, wanted.eps) for x in column.values())
+        expected = resolve(presets.get("sp", base=config.base_sizes()), definition(config), name)
+        assert all((x == 1).all() for column in (expected.lr, expected.eps) for x in column.values())
         for base in (None, {"embed": 5, "heads": 1, "kv_heads": 1, "head_dim": 5, "mlp": 7, "layers": 1}):
-            found = resolve(presets.get("sp", base=base), definition(config), name)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found, wanted)
-            assert all((found.lr[key] == wanted.lr[key]).all() for key in wanted.lr)
+            factors = resolve(presets.get("sp", base=base), definition(config), name)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), factors, expected)
+            assert all((factors.lr[key] == expected.lr[key]).all() for key in expected.lr)
 
 
 def test_presets_at_their_base_train_to_the_bits_of_sp():
-    _, wanted, _ = trained(LM, "adamw", "sp", based=True)
+    _, expected, _ = trained(LM, "adamw", "sp", based=True)
     for name in ("depth-mup", "completep", "hybrid"):
         _, params, _ = trained(LM, "adamw", name, based=True)
         for key in params:
-            np.testing.assert_array_equal(params[key], wanted[key], err_msg=f"{name} {key}")
+            np.testing.assert_array_equal(params[key], expected[key], err_msg=f"{name} {key}")
 
 
 def test_control_away_from_its_base_a_preset_is_not_sp():
-    _, wanted, _ = trained(LM, "adamw", "sp", based=True)
+    _, sp_params, _ = trained(LM, "adamw", "sp", based=True)
     wider = dataclasses.replace(LM, depth=2)
     _, params, _ = trained(wider, "adamw", "mup", based=False)
-    assert any((np.asarray(params[key]) != np.asarray(wanted[key])).any() for key in params)
+    assert any((np.asarray(params[key]) != np.asarray(sp_params[key])).any() for key in params)

@@ -40,22 +40,22 @@ TINY = (
 )
 
 
-def program(config: Config) -> Program:
+def program_of(config: Config) -> Program:
     return assemble(config, jax.devices()[:1])
 
 
 @functools.cache
 def trained(config: Config) -> list[TrainState]:
     """States 0 to 3, whole on the host."""
-    made = program(config)
-    step = made.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
+    program = program_of(config)
+    step = program.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
     random = np.random.default_rng(0)
-    state, numbers = made.initial_state(), made.step_inputs()
+    state, numbers = program.initial_state(), program.step_inputs()
     states = [jax.device_get(state)]
     for _ in range(3):
         tokens = random.integers(0, 16, (8, 8), np.int32)
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 7), np.float32)}
-        state, _ = step(state, numbers, made.train_feed().put(batch))
+        state, _ = step(state, numbers, program.train_feed().put(batch))
         states.append(jax.device_get(state))
     return states
 
@@ -86,21 +86,21 @@ def test_the_decay_warms_up_and_a_parameter_that_stands_still_is_its_average() -
 
 def test_the_average_is_float32_and_lies_where_its_parameter_does() -> None:
     stored = dataclasses.replace(DECODER, compute=ComputeConfig(param_dtype="bfloat16"))
-    made = assemble(dataclasses.replace(ON, model=stored, mesh=MeshConfig(data=2, fsdp=2, tensor=2)))
-    state = made.initial_state()
+    program = assemble(dataclasses.replace(ON, model=stored, mesh=MeshConfig(data=2, fsdp=2, tensor=2)))
+    state = program.initial_state()
     assert state.ema is not None
     assert any(not w.sharding.is_fully_replicated for w in state.ema.values())
     for name, w in state.params.items():
         assert (w.dtype, state.ema[name].dtype) == (jnp.bfloat16, jnp.float32)
         assert state.ema[name].sharding == w.sharding
-    made.compile_eval()  # takes the average's type
+    program.compile_eval()  # takes the average's type
 
 
 def test_an_average_moves_to_another_form_as_its_parameters_do() -> None:
-    made = program(ON)
-    other = program(dataclasses.replace(ON, preset=dataclasses.replace(ON.preset, form="mean-field")))
+    program = program_of(ON)
+    other = program_of(dataclasses.replace(ON, preset=dataclasses.replace(ON.preset, form="mean-field")))
     state = trained(ON)[-1]
-    moved = convert(state, made.definition, made.preset, other.preset, "adamw")
+    moved = convert(state, program.definition, program.preset, other.preset, "adamw")
     assert state.ema is not None
     assert moved.ema is not None
     ratios = {

@@ -104,9 +104,9 @@ class Constants:
 
     @property
     def preset(self) -> presets.Preset:
-        given = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "patch"}
+        constants = {k: v for k, v in dataclasses.asdict(self).items() if v is not None and k != "patch"}
         base = BASE if self.patch is None else {**BASE, "patch": self.patch}
-        return presets.get("mup" if self.alpha_l is None else "depth-mup", base=base, **given)
+        return presets.get("mup" if self.alpha_l is None else "depth-mup", base=base, **constants)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +178,11 @@ def table_forward(name: str, kind: str, shape: tuple[int, ...], c: Constants) ->
 @functools.cache
 def example(name: str) -> tuple[dict[str, np.ndarray], Any]:
     """Random parameters, none at zero, and a batch with targets that do not count."""
-    found, random = model_of(name), np.random.default_rng(0)
+    model, random = model_of(name), np.random.default_rng(0)
     params = {}
-    for parameter, spec in found.specs.items():
-        size = np.prod([found.sizes[axis] for axis in spec.fan_in]) ** -0.5 if spec.fan_in else 1.0
-        params[parameter] = (size * random.standard_normal(found.abstract[parameter].shape)).astype(np.float32)
+    for parameter, spec in model.specs.items():
+        size = np.prod([model.sizes[axis] for axis in spec.fan_in]) ** -0.5 if spec.fan_in else 1.0
+        params[parameter] = (size * random.standard_normal(model.abstract[parameter].shape)).astype(np.float32)
     images = name == "vit"
     shape = (4,) if images else (4, 7)
     batch = {
@@ -198,10 +198,10 @@ def example(name: str) -> tuple[dict[str, np.ndarray], Any]:
 @functools.cache
 def gradient_function(name: str) -> Callable[..., Any]:
     """d loss / d (multiplied weight), by a loss written here."""
-    found = model_of(name)
+    definition = model_of(name)
 
     def loss(weights: Any, forward: Any, batch: Any) -> jax.Array:
-        model: Any = found.bind(weights, {n: Factor(v).get_value() for n, v in forward.items()})
+        model: Any = definition.bind(weights, {n: Factor(v).get_value() for n, v in forward.items()})
         log_p = jax.nn.log_softmax(model(batch["inputs"]), axis=-1)
         picked = jnp.sum(log_p * jax.nn.one_hot(batch["targets"], log_p.shape[-1]), axis=-1)
         return -jnp.sum(picked * batch["weights"]) / jnp.sum(batch["weights"])
@@ -212,12 +212,12 @@ def gradient_function(name: str) -> Callable[..., Any]:
 @functools.cache
 def compiled(name: str, config: OptimizerConfig) -> tuple[Any, Any]:
     """The step that a run compiles, and the state it starts from."""
-    found = model_of(name)
-    tx = optimizer.build(config, found.specs)
+    model = model_of(name)
+    tx = optimizer.build(config, model.specs)
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
-    abstract = state.abstract_state(found, tx, layout)
-    run = StepInputs(resolve(presets.get("sp"), found, config.name, config.decay), optimizer.hyper(config, 20))
-    train = trace_train_step(found, tx, abstract, layout, run, example(name)[1]).lower().compile()
+    abstract = state.abstract_state(model, tx, layout)
+    run = StepInputs(resolve(presets.get("sp"), model, config.name, config.decay), optimizer.hyper(config, 20))
+    train = trace_train_step(model, tx, abstract, layout, run, example(name)[1]).lower().compile()
     return train, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
 
@@ -234,11 +234,11 @@ def expected_update(
     name: str, config: OptimizerConfig, c: Constants
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The update by the table, and where it is well defined: not where rounding decides the sign of a gradient."""
-    found = model_of(name)
+    model = model_of(name)
     params, batch = example(name)
-    patch = found.sizes.get("patch", 1)
-    rows = {n: table_row(spec, patch, c) for n, spec in found.specs.items()}
-    forward = {n: table_forward(n, f["kind"], f["shape"], c) for n, f in found.factors.items()}
+    patch = model.sizes.get("patch", 1)
+    rows = {n: table_row(spec, patch, c) for n, spec in model.specs.items()}
+    forward = {n: table_forward(n, f["kind"], f["shape"], c) for n, f in model.factors.items()}
     gradient = gradient_function(name)(
         {n: np.float32(rows[n].multiplier) * w for n, w in params.items()}, forward, batch
     )
@@ -303,8 +303,8 @@ def test_other_decays_follow_the_table_too(config: OptimizerConfig) -> None:
 def test_a_small_eps_does_not_show() -> None:
     constants = CONSTANTS["depth"]
     factors = resolve(constants.preset, model_of("decoder"), "adamw")
-    found = errors("decoder", SMALL_EPS, constants, factors)
-    assert max(found.values()) < HOLDS, found
+    deviations = errors("decoder", SMALL_EPS, constants, factors)
+    assert max(deviations.values()) < HOLDS, deviations
 
 
 def changed(factors: Factors, column: str) -> Factors:
@@ -321,16 +321,18 @@ def changed(factors: Factors, column: str) -> Factors:
 )  # fmt: skip
 def test_control_one_percent_on_a_factor_is_seen(config: OptimizerConfig, column: str) -> None:
     constants = CONSTANTS["depth"]
-    found = model_of("decoder")
-    factors = changed(resolve(constants.preset, found, config.name, config.decay), column)
-    seen = errors("decoder", config, constants, factors)
+    model = model_of("decoder")
+    factors = changed(resolve(constants.preset, model, config.name, config.decay), column)
+    deviations = errors("decoder", config, constants, factors)
     if column == "weight_decay":
-        seen = {n: e for n, e in seen.items() if factors.weight_decay[n].any()}
-        assert len(seen) == 9  # embedding and readout, four matrices of attention, three of the MLP; the vectors never
+        deviations = {n: e for n, e in deviations.items() if factors.weight_decay[n].any()}
+        assert (
+            len(deviations) == 9
+        )  # embedding and readout, four matrices of attention, three of the MLP; the vectors never
     if column == "forward":
-        assert max(seen.values()) > SEEN
+        assert max(deviations.values()) > SEEN
     else:
-        assert min(seen.values()) > SEEN, seen
+        assert min(deviations.values()) > SEEN, deviations
 
 
 def test_every_role_is_among_the_models() -> None:

@@ -27,7 +27,7 @@ def rows_of_ones(specs: dict[str, bool]) -> Factors:
 
 
 @pytest.mark.parametrize(
-    ("config", "known"),
+    ("config", "reference"),
     [
         (OptimizerConfig(weight_decay=0.2), lambda lr, mask: optax.adamw(lr, b2=0.95, weight_decay=0.2, mask=mask)),
         (OptimizerConfig(name="adam", b1=0.8, b2=0.7, eps=0.1), lambda lr, mask: optax.adam(lr, 0.8, 0.7, 0.1)),
@@ -42,12 +42,12 @@ def rows_of_ones(specs: dict[str, bool]) -> Factors:
     ids=["adamw", "adam", "sgd", "clipped"],
 )  # fmt: skip
 @pytest.mark.core
-def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, known: Callable[..., Any]) -> None:
+def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, reference: Callable[..., Any]) -> None:
     config = dataclasses.replace(config, peak_lr=0.1, schedule="linear", warmup_steps=2)
     mask, random = {"a": True, "b": False}, np.random.default_rng(0)
     ours, theirs = (
         optimizer.build(config, {}),
-        known(lambda step: jnp.asarray([0.05, 0.1, 0.1, 0.2 / 3, 0.1 / 3])[step], mask),
+        reference(lambda step: jnp.asarray([0.05, 0.1, 0.1, 0.2 / 3, 0.1 / 3])[step], mask),
     )
     numbers, factors = optimizer.hyper(config, 5), rows_of_ones(mask)
     params = {n: random.standard_normal((3, 5)).astype(np.float32) for n in mask}
@@ -111,8 +111,8 @@ def test_clipping_is_global_and_before_every_factor() -> None:
 
 @pytest.mark.core
 def test_schedules_equal_their_formulas() -> None:
-    def table(**given: Any) -> np.ndarray:
-        return optimizer.schedule_table(OptimizerConfig(**given), 11)
+    def table(**settings: Any) -> np.ndarray:
+        return optimizer.schedule_table(OptimizerConfig(**settings), 11)
 
     ramp, t = np.array([1, 2, 3]) / 3, np.arange(8) / 8
     np.testing.assert_allclose(table(schedule="constant", warmup_steps=3), [*ramp, *np.ones(8)], rtol=1e-6)
