@@ -76,8 +76,8 @@ def test_shares_are_of_the_beta_distribution() -> None:
     sharp = np.array([drawn(TransformsConfig(mixup=0.2), rng, 8, 8).share for _ in range(4000)])
     # E max(l, 1 - l) = 1/2 + 2^(-2a) / (a B(a, a)) = 0.8987 at a = 0.2
     assert sharp.mean() == pytest.approx(0.8987, abs=0.012)
-    both = [drawn(TransformsConfig(mixup=0.2, cutmix=1.0), rng, 8, 8).box is None for _ in range(1000)]
-    assert 440 < sum(both) < 560
+    mixups = [drawn(TransformsConfig(mixup=0.2, cutmix=1.0), rng, 8, 8).box is None for _ in range(1000)]
+    assert 440 < sum(mixups) < 560
 
 
 def test_a_smooth_label_has_its_share_on_all_classes() -> None:
@@ -137,9 +137,9 @@ def test_any_rows_of_a_batch_are_those_of_the_whole_and_another_batch_or_seed_ha
 )  # fmt: skip
 def test_what_cannot_be_is_one_line_before_work(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
     assert main(words.split()) == 2
-    said = capsys.readouterr().err
-    assert message in " ".join(said.split())
-    assert "Traceback" not in said
+    err = capsys.readouterr().err
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
 
 
 def test_a_python_config_of_text_is_refused_too() -> None:

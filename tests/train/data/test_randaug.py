@@ -125,9 +125,9 @@ def test_a_layer_is_drawn_for_each_image_and_grey_ones_go_through_all() -> None:
     images = np.random.default_rng(1).integers(0, 17, (16, 8, 8, 1)).astype(np.float32)
     uniforms = np.array([[[(i + 0.5) / 16, *FIRST]] for i in range(16)])
     ours = randaugmented(images, uniforms, 7.0, white=16)
-    for name, image, made in zip(names, images, ours, strict=True):
+    for name, image, output in zip(names, images, ours, strict=True):
         levels = np.rint(image * (255 / 16)).astype(np.uint8)
-        np.testing.assert_allclose(made, OPERATIONS[name](levels, 0.7, FIRST) * (16 / 255), rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(output, OPERATIONS[name](levels, 0.7, FIRST) * (16 / 255), rtol=1e-6, err_msg=name)
     twice = randaugmented(images, np.concatenate([uniforms, uniforms[::-1]], axis=1), 7.0, white=16)
     once = randaugmented(ours, uniforms[::-1], 7.0, white=16)
     np.testing.assert_array_equal(twice, once)

@@ -200,10 +200,10 @@ def test_batches_are_trained_on_answers_alone_each_once_an_epoch(tmp_path: Path,
     evaluation = [source.eval_batch(j) for j in range(source.eval_size)]
     for batch in (*batches, *evaluation):
         np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-    seen = ["".join(map(targets, side)).split("<e>")[:-1] for side in (batches, evaluation)]
-    assert sorted(seen[0] + seen[1]) == sorted(f"answer {i}" * (1 + i % 3) for i in range(40))
-    assert (len(seen[0]), len(seen[1])) == (source.facts["train_records"], source.facts["eval_records"])
-    assert len(batches) < len(seen[0])  # Control: windows hold several.
+    answers = ["".join(map(targets, side)).split("<e>")[:-1] for side in (batches, evaluation)]
+    assert sorted(answers[0] + answers[1]) == sorted(f"answer {i}" * (1 + i % 3) for i in range(40))
+    assert (len(answers[0]), len(answers[1])) == (source.facts["train_records"], source.facts["eval_records"])
+    assert len(batches) < len(answers[0])  # Control: windows hold several.
     again = load(folder)  # of two rows, from the cache
     np.testing.assert_array_equal(again.train_batch(5)["inputs"][1:], again.train_batch(5, slice(1, 2))["inputs"])
     np.testing.assert_array_equal(again.train_batch(1)["inputs"][0], batches[2]["inputs"][0])

@@ -33,23 +33,23 @@ def parts(folder: Path, sizes: tuple[int, ...] = (5, 3, 1, 4, 2, 7)) -> tuple[np
     return x, y
 
 
-def raw(found: data.Data, batches: list[dict]) -> np.ndarray:
-    kept = np.concatenate([b["inputs"][b["weights"] > 0] for b in batches])
-    return np.round((kept + 1) * 127.5).astype(np.uint8)
+def raw(source: data.Data, batches: list[dict]) -> np.ndarray:
+    images = np.concatenate([b["inputs"][b["weights"] > 0] for b in batches])
+    return np.round((images + 1) * 127.5).astype(np.uint8)
 
 
 def test_cifar5m_trains_on_five_parts_and_tests_on_the_last(tmp_path: Path) -> None:
     x, y = parts(tmp_path)
-    found = load("cifar5m", tmp_path, CIFAR, augment=False, batch_size=5)
-    assert (found.train_size, found.eval_size) == (15, 7)
-    train, test = [found.train_batch(k) for k in range(3)], list(found.eval_batches())
+    dataset = load("cifar5m", tmp_path, CIFAR, augment=False, batch_size=5)
+    assert (dataset.train_size, dataset.eval_size) == (15, 7)
+    train, test = [dataset.train_batch(k) for k in range(3)], list(dataset.eval_batches())
     for batches, first, last in ((train, 0, 15), (test, 15, 22)):
-        images_seen = raw(found, batches)
+        images_seen = raw(dataset, batches)
         labels = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
-        seen = sorted((image.tobytes(), int(label)) for image, label in zip(images_seen, labels, strict=True))
-        assert seen == sorted((x[i].tobytes(), int(y[i])) for i in range(first, last))
-    assert found.class_names is not None
-    assert found.class_names[0] == "airplane"
+        examples = sorted((image.tobytes(), int(label)) for image, label in zip(images_seen, labels, strict=True))
+        assert examples == sorted((x[i].tobytes(), int(y[i])) for i in range(first, last))
+    assert dataset.class_names is not None
+    assert dataset.class_names[0] == "airplane"
     assert "tensorflow" not in sys.modules
 
 
@@ -77,11 +77,11 @@ def test_cifar5m_goes_on_with_the_part_it_was_at(tmp_path: Path, monkeypatch: py
         load("cifar5m", tmp_path, CIFAR)
     for i in range(3):
         (tmp_path / f"part{i}.npz").unlink()  # what is prepared is not needed again
-    found = load("cifar5m", tmp_path, CIFAR)
+    dataset = load("cifar5m", tmp_path, CIFAR)
     assert read == ["part0", "part1", "part2", "part3", "part3", "part4", "part5"]
-    assert (found.train_size, found.eval_size) == (15, 7)
+    assert (dataset.train_size, dataset.eval_size) == (15, 7)
     notes: list[str] = []
-    assert load("cifar5m", tmp_path, CIFAR, notes).facts == found.facts
+    assert load("cifar5m", tmp_path, CIFAR, notes).facts == dataset.facts
     assert notes == []
 
 
@@ -159,13 +159,13 @@ def test_parts_are_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
     def watched(*arguments):
         nonlocal largest
-        found = read(*arguments)
-        largest = max(largest, found.nbytes)
-        return found
+        block = read(*arguments)
+        largest = max(largest, block.nbytes)
+        return block
 
     monkeypatch.setattr(cifar5m, "_read", watched)
-    seen = np.stack([image for image, _ in cifar5m.examples(tmp_path / "part0.npz")])
-    assert np.array_equal(seen, x[:5])
+    images = np.stack([image for image, _ in cifar5m.examples(tmp_path / "part0.npz")])
+    assert np.array_equal(images, x[:5])
     assert largest == 2 * 32 * 32 * 3
 
 

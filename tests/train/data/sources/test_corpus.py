@@ -36,7 +36,7 @@ def test_corpus_is_the_library_without_tests_and_packages() -> None:
 
 
 def test_corpus_leaves_out_what_it_says(tmp_path: Path) -> None:
-    kept = {"a.py": "a", "pkg/b.py": "b"}
+    files = {"a.py": "a", "pkg/b.py": "b"}
     left_out = [
         "test/c.py",
         "pkg/tests/d.py",
@@ -45,8 +45,8 @@ def test_corpus_leaves_out_what_it_says(tmp_path: Path) -> None:
         "_sysconfigdata_x.py",
         "g.txt",
     ]
-    write(tmp_path, {**kept, **dict.fromkeys(left_out, "x")})
-    assert [name for name, _ in corpus.python_files(tmp_path)] == list(kept)
+    write(tmp_path, {**files, **dict.fromkeys(left_out, "x")})
+    assert [name for name, _ in corpus.python_files(tmp_path)] == list(files)
 
 
 def test_a_python_without_sources_says_so(tmp_path: Path) -> None:

@@ -37,9 +37,9 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory):
 
 def load(seed: int = 0, **fields) -> digits.DigitData:
     config = DataConfig(name="digits", batch_size=fields.pop("batch_size", 12), **fields)
-    found = data.load(config, MODEL, seed=seed, note=lambda line: None)
-    assert isinstance(found, digits.DigitData)
-    return found
+    dataset = data.load(config, MODEL, seed=seed, note=lambda line: None)
+    assert isinstance(dataset, digits.DigitData)
+    return dataset
 
 
 def pixels_of(source: images.Images) -> np.ndarray:
@@ -52,23 +52,23 @@ def labels_of(source: images.Images) -> np.ndarray:
 
 def test_pixels_and_labels_are_scikit_learns() -> None:
     train, test = train_test_split(np.arange(1797), test_size=0.2, stratify=ORIGINAL.target, random_state=0)
-    found = load()
-    for source, chosen in ((found.train, train), (found.eval, test)):
+    dataset = load()
+    for source, chosen in ((dataset.train, train), (dataset.eval, test)):
         chosen = np.sort(chosen)
         assert np.array_equal(pixels_of(source)[..., 0], ORIGINAL.images[chosen])
         assert np.array_equal(labels_of(source), ORIGINAL.target[chosen])
-    assert (found.train_size, found.eval_size) == (1437, 360)
+    assert (dataset.train_size, dataset.eval_size) == (1437, 360)
 
 
 def test_random_split_is_stratified_and_always_alike() -> None:
-    found = load()
+    dataset = load()
     counts = (
-        np.bincount(labels_of(found.eval)),
-        np.bincount(labels_of(found.train)) + np.bincount(labels_of(found.eval)),
+        np.bincount(labels_of(dataset.eval)),
+        np.bincount(labels_of(dataset.train)) + np.bincount(labels_of(dataset.eval)),
     )
     assert np.abs(counts[0] / counts[1] - 0.2).max() < 0.01
-    assert load(seed=5).facts["digest"] == found.facts["digest"]
-    assert load(split="writer").facts["digest"] != found.facts["digest"]
+    assert load(seed=5).facts["digest"] == dataset.facts["digest"]
+    assert load(split="writer").facts["digest"] != dataset.facts["digest"]
 
 
 def test_split_by_writer_is_at_the_start_of_a_form() -> None:
@@ -76,9 +76,9 @@ def test_split_by_writer_is_at_the_start_of_a_form() -> None:
     starts = [i for i in range(len(text)) if text[i:].startswith(FORM[:30])]
     assert digits.FIRST_TEST_FORM in starts
     assert sum(text[i:].startswith(FORM) for i in starts) >= 6  # every form has the same digits in the same order
-    found = load(split="writer")
-    assert (found.train_size, found.eval_size) == (1415, 382)
-    assert np.array_equal(pixels_of(found.eval)[..., 0], ORIGINAL.images[1415:])
+    dataset = load(split="writer")
+    assert (dataset.train_size, dataset.eval_size) == (1415, 382)
+    assert np.array_equal(pixels_of(dataset.eval)[..., 0], ORIGINAL.images[1415:])
 
 
 def test_other_digits_have_no_known_writers() -> None:
@@ -88,40 +88,40 @@ def test_other_digits_have_no_known_writers() -> None:
 
 
 def test_batches_are_in_range_and_every_image_once_an_epoch() -> None:
-    found = load(batch_size=479, augment=False)  # 1437 = 3 * 479
-    batches = [found.train_batch(k) for k in range(3)]
+    dataset = load(batch_size=479, augment=False)  # 1437 = 3 * 479
+    batches = [dataset.train_batch(k) for k in range(3)]
     assert all(b["inputs"].dtype == np.float32 and b["inputs"].shape == (479, 8, 8, 1) for b in batches)
     pixels = np.concatenate([b["inputs"] for b in batches])
     assert (pixels.min(), pixels.max()) == (-1, 1)
     raw = np.round((pixels + 1) * 8).astype(np.uint8)
-    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in pixels_of(found.train))
+    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in pixels_of(dataset.train))
 
 
 def test_evaluation_is_every_image_once_and_never_augmented() -> None:
-    found = load(batch_size=7)
-    seen = list(found.eval_batches())
-    weights = np.concatenate([b["weights"] for b in seen])
+    dataset = load(batch_size=7)
+    batches = list(dataset.eval_batches())
+    weights = np.concatenate([b["weights"] for b in batches])
     assert len(weights) == 364
     assert weights.sum() == 360
-    kept = np.concatenate([b["inputs"] for b in seen])[weights > 0]
-    raw = np.round((kept + 1) * 8).astype(np.uint8)
-    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in pixels_of(found.eval))
-    again = np.concatenate([b["inputs"] for b in found.eval_batches()])
-    assert np.array_equal(again[weights > 0], kept)
+    inputs = np.concatenate([b["inputs"] for b in batches])[weights > 0]
+    raw = np.round((inputs + 1) * 8).astype(np.uint8)
+    assert sorted(x.tobytes() for x in raw) == sorted(x.tobytes() for x in pixels_of(dataset.eval))
+    again = np.concatenate([b["inputs"] for b in dataset.eval_batches()])
+    assert np.array_equal(again[weights > 0], inputs)
     assert load(batch_size=7, eval_examples=50).eval_size == 50
     # A fixed shuffled order: the first few are of every class.
     assert len(set(np.concatenate([b["targets"] for b in load(eval_examples=50).eval_batches()]))) == 10
 
 
 def test_augmentation_is_a_function_of_seed_batch_and_row() -> None:
-    found, again, other = load(), load(), load(seed=1)
+    dataset, again, other = load(), load(), load(seed=1)
     for k in (0, 7, 200):
-        whole = found.train_batch(k)
+        whole = dataset.train_batch(k)
         assert np.array_equal(whole["inputs"], again.train_batch(k)["inputs"])
         assert not np.array_equal(whole["inputs"], other.train_batch(k)["inputs"])
         for processes in (2, 4):
             share = 12 // processes
-            parts = [found.train_batch(k, slice(p * share, (p + 1) * share)) for p in range(processes)]
+            parts = [dataset.train_batch(k, slice(p * share, (p + 1) * share)) for p in range(processes)]
             for name in whole:
                 assert np.array_equal(np.concatenate([part[name] for part in parts]), whole[name])
 

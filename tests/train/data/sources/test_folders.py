@@ -43,16 +43,16 @@ def load(
     path: Path, model: ViTConfig = MODEL, seed: int = 0, note: cache.Note = lambda line: None, **fields
 ) -> images.ImageData:
     config = DataConfig(name=f"images:{path}", batch_size=fields.pop("batch_size", 8), **fields)
-    found = data.load(config, model, seed=seed, note=note)
-    assert isinstance(found, images.ImageData)
-    return found
+    dataset = data.load(config, model, seed=seed, note=note)
+    assert isinstance(dataset, images.ImageData)
+    return dataset
 
 
 def test_classes_are_folders(tmp_path: Path) -> None:
-    found = load(pictures(tmp_path / "p"))
-    assert found.class_names == ["blue", "green", "red"]
-    assert found.train_size + found.eval_size == 3 * 17
-    for batch in (found.train_batch(0), found.train_batch(3), *found.eval_batches()):
+    dataset = load(pictures(tmp_path / "p"))
+    assert dataset.class_names == ["blue", "green", "red"]
+    assert dataset.train_size + dataset.eval_size == 3 * 17
+    for batch in (dataset.train_batch(0), dataset.train_batch(3), *dataset.eval_batches()):
         assert batch["inputs"].shape == (8, 12, 12, 3)
         assert np.abs(batch["inputs"]).max() <= 1
         brightest = batch["inputs"].mean(axis=(1, 2)).argmax(axis=-1)
@@ -61,36 +61,36 @@ def test_classes_are_folders(tmp_path: Path) -> None:
 
 def test_split_is_by_file_and_has_every_class_on_both_sides(tmp_path: Path) -> None:
     path = pictures(tmp_path / "p")
-    found = load(path)
-    assert isinstance(found.train, folders.Files)
-    assert isinstance(found.eval, folders.Files)
-    train, evaluation = ({name for name, _, _ in side.files} for side in (found.train, found.eval))
+    dataset = load(path)
+    assert isinstance(dataset.train, folders.Files)
+    assert isinstance(dataset.eval, folders.Files)
+    train, evaluation = ({name for name, _, _ in side.files} for side in (dataset.train, dataset.eval))
     assert not train & evaluation
     assert len(train | evaluation) == 51
     assert {name for name in train | evaluation if corpus.side(name) == "eval"} <= evaluation
-    for side in (found.train, found.eval):
+    for side in (dataset.train, dataset.eval):
         assert {label for _, _, label in side.files} == {0, 1, 2}
 
 
 def test_given_split_is_kept(tmp_path: Path) -> None:
     pictures(tmp_path / "p" / "train", 5)
     pictures(tmp_path / "p" / "val", 2)
-    found = load(tmp_path / "p")
-    assert (found.train_size, found.eval_size) == (15, 6)
-    assert isinstance(found.eval, folders.Files)
-    assert all("val" in path.parts for _, path, _ in found.eval.files)
+    dataset = load(tmp_path / "p")
+    assert (dataset.train_size, dataset.eval_size) == (15, 6)
+    assert isinstance(dataset.eval, folders.Files)
+    assert all("val" in path.parts for _, path, _ in dataset.eval.files)
 
 
 def test_training_varies_and_evaluation_does_not(tmp_path: Path) -> None:
     path = pictures(tmp_path / "p")
-    found, other = load(path), load(path, seed=1)
-    batch = found.train_batch(5)
+    dataset, other = load(path), load(path, seed=1)
+    batch = dataset.train_batch(5)
     assert np.array_equal(batch["inputs"], load(path).train_batch(5)["inputs"])
     assert not np.array_equal(batch["inputs"], other.train_batch(5)["inputs"])
     assert not np.array_equal(batch["inputs"], load(path, augment=False).train_batch(5)["inputs"])
-    halves = [found.train_batch(5, slice(0, 4))["inputs"], found.train_batch(5, slice(4, 8))["inputs"]]
+    halves = [dataset.train_batch(5, slice(0, 4))["inputs"], dataset.train_batch(5, slice(4, 8))["inputs"]]
     assert np.array_equal(np.concatenate(halves), batch["inputs"])
-    for a, b in zip(found.eval_batches(), other.eval_batches(), strict=True):
+    for a, b in zip(dataset.eval_batches(), other.eval_batches(), strict=True):
         assert np.array_equal(a["inputs"], b["inputs"])
 
 
@@ -103,8 +103,8 @@ def test_digest_is_of_names_and_sizes(tmp_path: Path) -> None:
 
 
 def test_grey_models_get_grey_images(tmp_path: Path) -> None:
-    found = load(pictures(tmp_path / "p"), dataclasses.replace(MODEL, channels=1))
-    assert found.train_batch(0)["inputs"].shape == (8, 12, 12, 1)
+    dataset = load(pictures(tmp_path / "p"), dataclasses.replace(MODEL, channels=1))
+    assert dataset.train_batch(0)["inputs"].shape == (8, 12, 12, 1)
     with pytest.raises(data.DataError, match=r"reads 2 channels.*write --model\.channels 3"):
         load(tmp_path / "p", dataclasses.replace(MODEL, channels=2))
 
@@ -172,9 +172,9 @@ def test_mixed_sizes_and_modes_are_read_alike(tmp_path: Path) -> None:
         suffix = "tif" if mode in ("CMYK", "YCbCr") else "png"
         Image.new("RGB", (9 + i, 40), (230, 10, 20)).convert(mode).save(path / "red" / f"{mode}.{suffix}")
     Image.new("CMYK", (40, 9), (0, 250, 250, 0)).save(path / "red" / "print.jpg")
-    found = load(path)
-    assert found.train_size + found.eval_size == 59
-    for files in (found.train, found.eval):
+    dataset = load(path)
+    assert dataset.train_size + dataset.eval_size == 59
+    for files in (dataset.train, dataset.eval):
         assert {files[i][0].shape[2] for i in range(len(files))} == {3}
 
 
@@ -223,9 +223,9 @@ def test_pictures_are_turned_as_their_camera_was(tmp_path: Path, suffix: str) ->
         for i in range(9):
             Image.fromarray(np.rot90(upright, turns)).save(tmp_path / name / f"{i}.{suffix}", exif=exif)
     for batch in load(tmp_path, batch_size=3).eval_batches():
-        seen = batch["inputs"][batch["weights"] > 0]
-        assert (seen[:, :5] > 0.9).all()
-        assert (seen[:, -5:] < -0.9).all()
+        pixels = batch["inputs"][batch["weights"] > 0]
+        assert (pixels[:, :5] > 0.9).all()
+        assert (pixels[:, -5:] < -0.9).all()
 
 
 # Views
@@ -272,7 +272,7 @@ def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pixels", "said"),
+    ("pixels", "message"),
     [
         ({"mean": (0.5, 0.5)}, "data.pixels.mean has 2 numbers, and the model reads 3 channels"),
         ({"std": (0.5, 0.0, 0.5)}, "write numbers above 0"),
@@ -281,9 +281,9 @@ def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
         ({"resize": 14}, "of the fits squash and edge"),
     ],
 )
-def test_pixels_that_fit_no_model_are_refused(pixels: dict, said: str, tmp_path: Path) -> None:
+def test_pixels_that_fit_no_model_are_refused(pixels: dict, message: str, tmp_path: Path) -> None:
     path = pictures(tmp_path / "p", 2)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load(path, pixels=PixelsConfig(**pixels))
 
 

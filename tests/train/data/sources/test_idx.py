@@ -40,20 +40,20 @@ def load(folder: Path, name: str = "idx:{}", model=None, **fields) -> data.Data:
 
 
 def test_images_and_labels_are_the_files_each_once_an_epoch(folder: Path) -> None:
-    found = load(folder)
-    assert (found.train_size, found.eval_size, found.class_names) == (10, 5, [str(n) for n in range(10)])
+    dataset = load(folder)
+    assert (dataset.train_size, dataset.eval_size, dataset.class_names) == (10, 5, [str(n) for n in range(10)])
     images = np.random.default_rng(0).integers(0, 256, (10, 28, 28))
-    batches = [found.train_batch(k) for k in range(2)]
+    batches = [dataset.train_batch(k) for k in range(2)]
     labels = np.concatenate([batch["targets"] for batch in batches])
     assert sorted(labels) == list(range(10))
-    seen = np.concatenate([batch["inputs"] for batch in batches])[..., 0]
-    np.testing.assert_allclose(seen, images[labels] / 127.5 - 1, atol=1e-6)
+    pixels = np.concatenate([batch["inputs"] for batch in batches])[..., 0]
+    np.testing.assert_allclose(pixels, images[labels] / 127.5 - 1, atol=1e-6)
 
 
 def test_fashion_is_in_a_folder_and_names_the_clothes(folder: Path) -> None:
-    found = load(folder, "fashion", data_dir=str(folder))
-    assert found.class_names == list(idx.FASHION)
-    np.testing.assert_array_equal(found.train_batch(0)["inputs"], load(folder).train_batch(0)["inputs"])
+    dataset = load(folder, "fashion", data_dir=str(folder))
+    assert dataset.class_names == list(idx.FASHION)
+    np.testing.assert_array_equal(dataset.train_batch(0)["inputs"], load(folder).train_batch(0)["inputs"])
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(
@@ -61,8 +61,8 @@ def test_what_is_missing_is_named_with_the_command_that_brings_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(f"vit-fashion --data.data-dir {tmp_path}".split()) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"Fashion-MNIST is not in {tmp_path}; `apt-get install dataset-fashion-mnist` puts it" in said
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"Fashion-MNIST is not in {tmp_path}; `apt-get install dataset-fashion-mnist` puts it" in err
     with pytest.raises(data.DataError, match=r"no file .*train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"):
         load(tmp_path)
 

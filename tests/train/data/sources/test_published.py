@@ -87,24 +87,24 @@ TEXT = {"text": tfds.features.Text()}
 
 def test_prepared_text_by_name(tmp_path: Path) -> None:
     prepare(tmp_path, TEXT, {"train": sentences(0, 20), "validation": sentences(20, 25)})
-    found = load("tiny", tmp_path, SHORT)
-    assert isinstance(found, TokenData)
-    assert bytes(found._train).decode() == "".join(s["text"] + "\0" for s in sentences(0, 20))
-    assert bytes(found._eval).decode() == "".join(s["text"] + "\0" for s in sentences(20, 25))
-    assert found.facts["version"] == "1.2.3"
-    assert load("tiny:1.2.3", tmp_path, SHORT).facts["digest"] == found.facts["digest"]
+    dataset = load("tiny", tmp_path, SHORT)
+    assert isinstance(dataset, TokenData)
+    assert bytes(dataset._train).decode() == "".join(s["text"] + "\0" for s in sentences(0, 20))
+    assert bytes(dataset._eval).decode() == "".join(s["text"] + "\0" for s in sentences(20, 25))
+    assert dataset.facts["version"] == "1.2.3"
+    assert load("tiny:1.2.3", tmp_path, SHORT).facts["digest"] == dataset.facts["digest"]
     config = DataConfig(name="tiny", batch_size=6, data_dir=str(tmp_path))
     noised = denoising.denoising(config, Infilling(), inputs=9, seed=0)
-    np.testing.assert_array_equal(noised.eval_batch(0)["targets"][:, 1:-1], found.eval_batch(0)["inputs"])
+    np.testing.assert_array_equal(noised.eval_batch(0)["targets"][:, 1:-1], dataset.eval_batch(0)["inputs"])
     assert "tensorflow" not in sys.modules
 
 
 def test_without_a_held_out_split_the_end_is_held_out(tmp_path: Path) -> None:
     prepare(tmp_path, TEXT, {"train": sentences(0, 100)})
-    found = load("tiny", tmp_path, SHORT)
-    assert isinstance(found, TokenData)
-    assert bytes(found._eval).decode() == "".join(s["text"] + "\0" for s in sentences(95, 100))
-    assert bytes(found._train).decode() == "".join(s["text"] + "\0" for s in sentences(0, 95))
+    dataset = load("tiny", tmp_path, SHORT)
+    assert isinstance(dataset, TokenData)
+    assert bytes(dataset._eval).decode() == "".join(s["text"] + "\0" for s in sentences(95, 100))
+    assert bytes(dataset._train).decode() == "".join(s["text"] + "\0" for s in sentences(0, 95))
     with pytest.raises(data.DataError, match=r"of which train\[:95%\] is trained on; leave --data\.train-percent out"):
         load("tiny", tmp_path, SHORT, train_percent=50)
 
@@ -172,16 +172,16 @@ def test_prepared_images_by_name(tmp_path: Path, kind: str) -> None:
     actual = (19, 31, 3) if kind == "any size" else (12, 12, 3)
     train, test = (pictures(n, actual, as_bytes=kind != "tensor") for n in (18, 6))
     prepare(tmp_path, {"image": feature, "label": LABEL}, {"train": train, "test": test})
-    found = load("tiny", tmp_path, VIT)
-    assert isinstance(found, images.ImageData)
-    assert found.class_names == ["ant", "bee", "cat"]
-    (batch,) = found.eval_batches()
+    dataset = load("tiny", tmp_path, VIT)
+    assert isinstance(dataset, images.ImageData)
+    assert dataset.class_names == ["ant", "bee", "cat"]
+    (batch,) = dataset.eval_batches()
     assert batch["inputs"].shape == (6, 12, 12, 3)
     values = np.round((batch["inputs"][:, 6, 6, 0] + 1) * 127.5).astype(int)
     assert sorted(values) == sorted(20 * (i % 3 + 1) + i for i in range(6))
     assert all((value - 20) // 20 == label for value, label in zip(values, batch["targets"], strict=True))
-    seen = np.concatenate([found.train_batch(k)["targets"] for k in range(3)])
-    assert np.bincount(seen).tolist() == [6, 6, 6]
+    labels = np.concatenate([dataset.train_batch(k)["targets"] for k in range(3)])
+    assert np.bincount(labels).tolist() == [6, 6, 6]
     assert "tensorflow" not in sys.modules
 
 

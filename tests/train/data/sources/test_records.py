@@ -240,10 +240,10 @@ def vocabulary(path: Path, *special: str) -> Path:
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.add_special_tokens([AddedToken(word, special=True) for word in special])
-    made.save(str(path))
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
+    tokenizer.save(str(path))
     return path
 
 

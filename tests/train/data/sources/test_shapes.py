@@ -84,8 +84,8 @@ def test_no_pixel_is_brighter_in_one_class() -> None:
 
 
 def test_batches_are_the_images_in_turn_and_rows_of_them_their_parts() -> None:
-    found = load(seed=7)
-    batch = found.train_batch(3)
+    dataset = load(seed=7)
+    batch = dataset.train_batch(3)
     images, labels = shapes.render(7, shapes.TRAIN, np.arange(36, 48))
     assert np.array_equal(np.round((batch["inputs"] + 1) * 127.5), images)
     assert np.array_equal(batch["targets"], labels)
@@ -93,7 +93,7 @@ def test_batches_are_the_images_in_turn_and_rows_of_them_their_parts() -> None:
     assert batch["targets"].dtype == np.int32
     for parts in ((slice(0, 5), slice(5, 12)), (slice(0, 12, 2), slice(1, 12, 2)), (slice(8, 12), slice(0, 8))):
         order = np.concatenate([np.arange(12)[rows] for rows in parts])
-        with contextlib.closing(found.train_batches(3, *parts)) as batches:
+        with contextlib.closing(dataset.train_batches(3, *parts)) as batches:
             joined = next(batches)
         for name in batch:
             assert np.array_equal(joined[name], batch[name][order])
@@ -104,16 +104,16 @@ def test_a_run_goes_on_at_any_batch_on_any_number_of_hosts() -> None:
     expected = [next(whole) for _ in range(5)][4]
     whole.close()
     halves = [load().train_batches(4, rows) for rows in (slice(0, 6), slice(6, 12))]
-    seen = [next(half) for half in halves]
+    parts = [next(half) for half in halves]
     for half in halves:
         half.close()
-    assert np.array_equal(np.concatenate([s["inputs"] for s in seen]), expected["inputs"])
+    assert np.array_equal(np.concatenate([s["inputs"] for s in parts]), expected["inputs"])
 
 
 def test_evaluation_images_are_the_same_for_every_seed_and_counted_once() -> None:
     first, second = (load(seed=seed, eval_examples=17, eval_batch_size=6) for seed in (0, 1))
-    batches = [list(found.eval_batches()) for found in (first, second)]
-    assert [len(found) for found in batches] == [3, 3]
+    batches = [list(dataset.eval_batches()) for dataset in (first, second)]
+    assert [len(epoch) for epoch in batches] == [3, 3]
     assert first.eval_size == 17
     for a, b in zip(*batches, strict=True):
         assert np.array_equal(a["inputs"], b["inputs"])

@@ -44,11 +44,11 @@ def quiet(line: str) -> None:
 
 
 def own(path: Path, model: DecoderConfig = SMALL, seed: int = 0, **fields) -> TokenData:
-    found = data.load(
+    dataset = data.load(
         DataConfig(name=f"text:{path}", batch_size=fields.pop("batch_size", 4), **fields), model, seed=seed, note=quiet
     )
-    assert isinstance(found, TokenData)
-    return found
+    assert isinstance(dataset, TokenData)
+    return dataset
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -71,8 +71,8 @@ def as_text(ids: np.ndarray) -> str:
 
 def test_folder_is_split_by_file(tmp_path: Path) -> None:
     files = many()
-    found = own(write(tmp_path / "t", files))
-    train, evaluation = (as_text(np.asarray(t)).split("\0")[:-1] for t in (found._train, found._eval))
+    dataset = own(write(tmp_path / "t", files))
+    train, evaluation = (as_text(np.asarray(t)).split("\0")[:-1] for t in (dataset._train, dataset._eval))
     for name, content in files.items():
         assert (content in evaluation) == (corpus.side(name) == "eval")
         assert (content in train) != (content in evaluation)
@@ -81,21 +81,21 @@ def test_folder_is_split_by_file(tmp_path: Path) -> None:
 
 def test_hidden_files_are_no_text(tmp_path: Path) -> None:
     path = write(tmp_path / "t", {**many(), ".git/config": "secret" * 50, ".hidden": "secret" * 50})
-    found = own(path)
-    assert "secret" not in as_text(np.asarray(found._train)) + as_text(np.asarray(found._eval))
+    dataset = own(path)
+    assert "secret" not in as_text(np.asarray(dataset._train)) + as_text(np.asarray(dataset._eval))
 
 
 def test_two_files_are_one_on_each_side(tmp_path: Path) -> None:
-    found = own(write(tmp_path / "t", {"a": "first " * 20, "b": "second " * 20}))
-    sides = {as_text(np.asarray(found._train)), as_text(np.asarray(found._eval))}
+    dataset = own(write(tmp_path / "t", {"a": "first " * 20, "b": "second " * 20}))
+    sides = {as_text(np.asarray(dataset._train)), as_text(np.asarray(dataset._eval))}
     assert sides == {"first " * 20 + "\0", "second " * 20 + "\0"}
 
 
 def test_single_file_is_cut_at_a_line(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("".join(f"line {i}\n" for i in range(200)))
-    found = own(path)
-    train, evaluation = as_text(np.asarray(found._train)), as_text(np.asarray(found._eval))
+    dataset = own(path)
+    train, evaluation = as_text(np.asarray(dataset._train)), as_text(np.asarray(dataset._eval))
     assert train[:-1] + evaluation[:-1] == path.read_text()
     assert train.endswith("\n\0")
     assert 0.05 < len(evaluation) / len(train) < 0.15
@@ -140,9 +140,9 @@ def test_files_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     facts = own(write(tmp_path / "plain", many())).facts
     Image.new("RGB", (20, 20)).save(path / "d1" / "logo.png")
     notes: list[str] = []
-    found = data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
+    dataset = data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
     assert notes[0] == f"left out of {path}, as not plain text: d1/logo.png, package.json"
-    assert found.facts == {**facts, "name": found.facts["name"]}
+    assert dataset.facts == {**facts, "name": dataset.facts["name"]}
     for i in range(9):
         (path / f"{i}.csv").write_text("a,b")
     data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
@@ -190,19 +190,19 @@ def test_changed_text_has_another_digest(tmp_path: Path) -> None:
 
 
 def test_every_epoch_covers_every_window_once(tmp_path: Path) -> None:
-    found = own(write(tmp_path / "t", many()), batch_size=1)
-    tokens = np.asarray(found._train)
+    dataset = own(write(tmp_path / "t", many()), batch_size=1)
+    tokens = np.asarray(dataset._train)
     offsets = set()
     for epoch in range(5):
-        offset = found._offset(epoch)
-        expected = [tokens[offset + 7 * i : offset + 7 * i + 8] for i in range(found.train_size)]
-        seen = []
-        for k in range(epoch * found.train_size, (epoch + 1) * found.train_size):
-            batch = found.train_batch(k)
-            seen.append(np.append(batch["inputs"][0], batch["targets"][0, -1]))
-        assert sorted(map(tuple, seen)) == sorted(map(tuple, expected))
-        assert [tuple(s) for s in seen] != [tuple(e) for e in expected]
-        assert len(tokens) - 2 * 7 < 7 * found.train_size <= len(tokens) - 7
+        offset = dataset._offset(epoch)
+        expected = [tokens[offset + 7 * i : offset + 7 * i + 8] for i in range(dataset.train_size)]
+        windows = []
+        for k in range(epoch * dataset.train_size, (epoch + 1) * dataset.train_size):
+            batch = dataset.train_batch(k)
+            windows.append(np.append(batch["inputs"][0], batch["targets"][0, -1]))
+        assert sorted(map(tuple, windows)) == sorted(map(tuple, expected))
+        assert [tuple(s) for s in windows] != [tuple(e) for e in expected]
+        assert len(tokens) - 2 * 7 < 7 * dataset.train_size <= len(tokens) - 7
         offsets.add(offset)
     assert len(offsets) > 1  # or a text seen twice is cut at the same places
 
@@ -220,14 +220,14 @@ def test_batch_has_the_promised_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_share_a_batch(tmp_path: Path, processes: int) -> None:
-    found = own(write(tmp_path / "t", many()), batch_size=8)
+    dataset = own(write(tmp_path / "t", many()), batch_size=8)
     share = 8 // processes
     rows = [slice(p * share, (p + 1) * share) for p in range(processes)]
     for k in (0, 5, 997):
-        for name, whole in found.train_batch(k).items():
-            assert np.array_equal(np.concatenate([found.train_batch(k, r)[name] for r in rows]), whole)
-    iterators = [found.eval_batches(r) for r in rows]
-    for whole, *parts in zip(found.eval_batches(), *iterators, strict=True):
+        for name, whole in dataset.train_batch(k).items():
+            assert np.array_equal(np.concatenate([dataset.train_batch(k, r)[name] for r in rows]), whole)
+    iterators = [dataset.eval_batches(r) for r in rows]
+    for whole, *parts in zip(dataset.eval_batches(), *iterators, strict=True):
         for name in whole:
             assert np.array_equal(np.concatenate([part[name] for part in parts]), whole[name])
 
@@ -243,15 +243,15 @@ def test_resume_is_as_if_uninterrupted(tmp_path: Path) -> None:
 
 
 def test_evaluation_predicts_every_token_once(tmp_path: Path) -> None:
-    found = own(write(tmp_path / "t", many()), eval_batch_size=3)
-    tokens = np.asarray(found._eval)
+    dataset = own(write(tmp_path / "t", many()), eval_batch_size=3)
+    tokens = np.asarray(dataset._eval)
     assert (len(tokens) - 1) % 7 != 0  # the last window is a part
-    batches = list(found.eval_batches())
+    batches = list(dataset.eval_batches())
     targets = np.concatenate([b["targets"][b["weights"] > 0] for b in batches])
     assert sorted(targets) == sorted(tokens[1:])
-    assert sum((b["weights"].sum(axis=1) > 0).sum() for b in batches) == found.eval_size
+    assert sum((b["weights"].sum(axis=1) > 0).sum() for b in batches) == dataset.eval_size
     assert {b["inputs"].shape for b in batches} == {(3, 7)}
-    assert found.eval_targets().sum() == len(tokens) - 1
+    assert dataset.eval_targets().sum() == len(tokens) - 1
 
 
 def test_fewer_evaluation_examples(tmp_path: Path) -> None:
@@ -268,13 +268,13 @@ def test_fewer_evaluation_examples(tmp_path: Path) -> None:
 
 
 def test_bytes_come_back(tmp_path: Path) -> None:
-    found = own(write(tmp_path / "t", many()))
-    assert isinstance(found.tokenizer, tokenizer.Bytes)
-    assert found.tokenizer.decode(found.tokenizer.encode(["naïve ∂".encode()])[0]) == "naïve ∂"
-    assert found.tokenizer.encode(["aé".encode()])[0].tolist() == [97, 195, 169]
-    assert found.tokenizer.decode([97, 195]) == "a�"
-    assert found.tokenizer.decode([97, 256, 98, 299]) == "a�b�", "ids of a model with more than bytes"
-    assert found.bytes_per_token == 1.0
+    dataset = own(write(tmp_path / "t", many()))
+    assert isinstance(dataset.tokenizer, tokenizer.Bytes)
+    assert dataset.tokenizer.decode(dataset.tokenizer.encode(["naïve ∂".encode()])[0]) == "naïve ∂"
+    assert dataset.tokenizer.encode(["aé".encode()])[0].tolist() == [97, 195, 169]
+    assert dataset.tokenizer.decode([97, 195]) == "a�"
+    assert dataset.tokenizer.decode([97, 256, 98, 299]) == "a�b�", "ids of a model with more than bytes"
+    assert dataset.bytes_per_token == 1.0
 
 
 def test_bpe_trained_on_the_training_text(tmp_path: Path, cache_folder: Path) -> None:
@@ -282,36 +282,36 @@ def test_bpe_trained_on_the_training_text(tmp_path: Path, cache_folder: Path) ->
     model = dataclasses.replace(SMALL, vocab_size=300)
     notes: list[str] = []
     config = DataConfig(name=f"text:{path}", batch_size=2, tokenizer="bpe:300")
-    found = data.load(config, model, seed=0, note=notes.append)
-    assert isinstance(found, TokenData)
-    assert isinstance(found.tokenizer, tokenizer.Subwords)
-    (ids,) = found.tokenizer.encode(["document 7 naïve ∂\n".encode()])
-    assert found.tokenizer.decode(ids) == "document 7 naïve ∂\n"
-    assert 1 < found.bytes_per_token < 10
+    dataset = data.load(config, model, seed=0, note=notes.append)
+    assert isinstance(dataset, TokenData)
+    assert isinstance(dataset.tokenizer, tokenizer.Subwords)
+    (ids,) = dataset.tokenizer.encode(["document 7 naïve ∂\n".encode()])
+    assert dataset.tokenizer.decode(ids) == "document 7 naïve ∂\n"
+    assert 1 < dataset.bytes_per_token < 10
     side = [content + " naïve\n" for name, content in sorted(many().items()) if corpus.side(name) == "eval"]
-    assert found.tokenizer.decode(np.asarray(found._eval)) == "".join(side)
-    assert found.facts["eval_bytes"] == sum(len(c.encode()) + 1 for c in side)
-    assert found.bytes_per_token == pytest.approx(found.facts["eval_bytes"] / len(found._eval))
-    assert found._eval.max() < 300
-    assert found.references() == []
+    assert dataset.tokenizer.decode(np.asarray(dataset._eval)) == "".join(side)
+    assert dataset.facts["eval_bytes"] == sum(len(c.encode()) + 1 for c in side)
+    assert dataset.bytes_per_token == pytest.approx(dataset.facts["eval_bytes"] / len(dataset._eval))
+    assert dataset._eval.max() < 300
+    assert dataset.references() == []
     # A file that says how a model's inputs are padded and cut gives the same ids.
-    library = tokenizers.Tokenizer.from_str(found.tokenizer._library.to_str())
+    library = tokenizers.Tokenizer.from_str(dataset.tokenizer._library.to_str())
     library.enable_padding()
     library.enable_truncation(3)
     library.save(str(tmp_path / "padded.json"))
     texts = [b"document 7", b"a"]
-    assert [len(ids) for ids in found.tokenizer.encode(texts)] == [
+    assert [len(ids) for ids in dataset.tokenizer.encode(texts)] == [
         len(ids) for ids in tokenizer.Subwords(tmp_path / "padded.json").encode(texts)
     ]
     # A second load trains nothing and packs nothing; deleting everything gives the same again.
     again: list[str] = []
-    assert data.load(config, model, seed=0, note=again.append).facts == found.facts
+    assert data.load(config, model, seed=0, note=again.append).facts == dataset.facts
     assert notes
     assert not again
     saved = next((cache_folder / "tokenizers").glob("*.json")).rename(tmp_path / "mine.json")
-    assert data.load(config, model, seed=0, note=quiet).facts == found.facts
+    assert data.load(config, model, seed=0, note=quiet).facts == dataset.facts
     mine = data.load(dataclasses.replace(config, tokenizer=str(saved)), model, seed=0, note=quiet)
-    assert np.array_equal(mine.train_batch(5)["inputs"], found.train_batch(5)["inputs"])
+    assert np.array_equal(mine.train_batch(5)["inputs"], dataset.train_batch(5)["inputs"])
 
 
 @pytest.mark.parametrize(

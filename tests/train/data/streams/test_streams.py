@@ -138,15 +138,15 @@ def test_two_at_once_make_one_lane(load: Callable[..., Stream], tmp_path: Path) 
     expected = whole(load(batch_size=1))[0]
     source = load(batch_size=1)._lanes[0]._documents
     (tmp_path / "both").mkdir()
-    both = [Lane(tmp_path / "both" / "lane", source, Bytes()) for _ in range(2)]
-    threads = [threading.Thread(target=lane.until, args=(1 << 40, print)) for lane in both]
+    lanes = [Lane(tmp_path / "both" / "lane", source, Bytes()) for _ in range(2)]
+    threads = [threading.Thread(target=lane.until, args=(1 << 40, print)) for lane in lanes]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for lane in both:
+    for lane in lanes:
         np.testing.assert_array_equal(lane.read(0, lane.tokens), expected)
-    assert both[0].first(1 << 40, print).digest == both[1].first(1 << 40, print).digest
+    assert lanes[0].first(1 << 40, print).digest == lanes[1].first(1 << 40, print).digest
 
 
 def test_a_flipped_bit_is_seen(load: Callable[..., Stream]) -> None:
@@ -167,9 +167,9 @@ def test_batches_are_functions_of_seed_and_number(
     load: Callable[..., Stream], tmp_path: Path, monkeypatch: Any
 ) -> None:
     stream = load()
-    taken = stream.train_batches(0)
-    batches = [next(taken) for _ in range(30)]
-    taken.close()
+    iterator = stream.train_batches(0)
+    batches = [next(iterator) for _ in range(30)]
+    iterator.close()
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "elsewhere"))
     other = load()
     assert other.facts["digest"] == stream.facts["digest"]
@@ -263,9 +263,9 @@ def test_streams_in_mixtures_and_with_noise(load: Callable[..., Stream], folder:
     config = DataConfig(name="mix", mix=(f"a={name}:1", f"b=records:{folder}:1"), batch_size=4, stream=True)
     mixed = data.load(config, MODEL, seed=0, note=lambda line: None)
     assert mixed.train_size is None
-    taken = mixed.train_batches(3)
-    np.testing.assert_array_equal(next(taken)["inputs"], mixed.train_batch(3)["inputs"])
-    taken.close()
+    iterator = mixed.train_batches(3)
+    np.testing.assert_array_equal(next(iterator)["inputs"], mixed.train_batch(3)["inputs"])
+    iterator.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "tokenizing"]
 
 
@@ -315,16 +315,16 @@ def test_names_that_are_none(datasets: Any, name: str, message: str) -> None:
 def test_a_hub_that_does_not_answer(
     datasets: Any, error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    requests = []
 
     def info(self: Any, name: str, **options: Any) -> None:
-        asked.append((name, options["revision"]))
+        requests.append((name, options["revision"]))
         raise error
 
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", info)
     with pytest.raises(DataError, match=re.escape(message)):
         opened("hf:a/b@main:en")
-    assert asked == [("a/b", "main")]
+    assert requests == [("a/b", "main")]
 
 
 def test_the_hub_is_read_at_one_commit(datasets: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

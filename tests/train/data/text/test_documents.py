@@ -26,7 +26,7 @@ from tests.fixtures.command_line import Capture, refused
 T, SEPARATOR = 80, 0
 
 
-def config(
+def config_of(
     folder: Path, *, positions: Any = "rotary", mesh: MeshConfig | None = None, attention: Any = "auto", **fields: Any
 ) -> Config:
     """A run on the bytes of a folder, in tiles of queries where one device attends."""
@@ -47,26 +47,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def batch_of(made: Config) -> dict[str, np.ndarray]:
-    return data.load(made.data, made.model, seed=0, note=lambda line: None).train_batch(0)
+def batch_of(config: Config) -> dict[str, np.ndarray]:
+    return data.load(config.data, config.model, seed=0, note=lambda line: None).train_batch(0)
 
 
 @functools.cache
-def model(made: Config) -> Any:
+def model(config: Config) -> Any:
     """A run's model at its start, on the mesh of the run."""
-    program = assemble(made)
+    program = assemble(config)
     params, factors = program.initial_state().params, program.inputs.factors
 
-    def run(inputs: Any, others: Any) -> jax.Array:
+    def run(inputs: Any, packing: Any) -> jax.Array:
         with partition.using(program.layout):
-            return program.definition.model(params, factors.multiplier, factors.forward)(inputs, **others)
+            return program.definition.model(params, factors.multiplier, factors.forward)(inputs, **packing)
 
     return jax.jit(run)
 
 
-def logits(made: Config, batch: dict[str, np.ndarray]) -> np.ndarray:
-    others = {name: batch[name] for name in ("segments", "positions") if name in batch}
-    return np.asarray(model(made)(batch["inputs"], others))
+def logits(config: Config, batch: dict[str, np.ndarray]) -> np.ndarray:
+    packing = {name: batch[name] for name in ("segments", "positions") if name in batch}
+    return np.asarray(model(config)(batch["inputs"], packing))
 
 
 def alone(batch: dict[str, np.ndarray], row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -91,23 +91,25 @@ def alone(batch: dict[str, np.ndarray], row: int) -> tuple[np.ndarray, np.ndarra
 def test_a_document_has_the_logits_that_it_has_alone(
     folder: Path, positions: str, fields: dict[str, Any], mesh: MeshConfig, attention: str
 ) -> None:
-    made = config(folder, positions=positions, mesh=mesh, attention=attention, document_mask=True, **fields)
-    batch = batch_of(made)
+    config = config_of(folder, positions=positions, mesh=mesh, attention=attention, document_mask=True, **fields)
+    batch = batch_of(config)
     window, place = alone(batch, 0)
     assert batch["inputs"][0, place[0] - 1] == SEPARATOR == batch["inputs"][0, place[-1]]
-    plain = config(folder, positions=positions, mesh=mesh)
+    plain = config_of(folder, positions=positions, mesh=mesh)
     expected = logits(plain, {"inputs": window})[0, : len(place)]
-    found = logits(made, batch)[0, place]
-    np.testing.assert_allclose(found, expected, atol=2e-6)
+    actual = logits(config, batch)[0, place]
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
     together = logits(plain, {"inputs": batch["inputs"]})[0, place]
     assert np.abs(together - expected).max() > 1e-3  # the control: without the option the first document is seen
     if fields:
-        kept = {name: array for name, array in batch.items() if name != "positions"}
-        assert np.abs(logits(made, kept)[0, place] - expected).max() > 1e-3  # nor are the positions the same
+        without_positions = {name: array for name, array in batch.items() if name != "positions"}
+        assert (
+            np.abs(logits(config, without_positions)[0, place] - expected).max() > 1e-3
+        )  # nor are the positions the same
 
 
 def test_the_first_token_of_a_document_is_no_target(folder: Path) -> None:
-    with_mask, without = (config(folder, document_mask=mask) for mask in (True, False))
+    with_mask, without = (config_of(folder, document_mask=mask) for mask in (True, False))
     batch, plain = batch_of(with_mask), batch_of(without)
     assert plain.keys() == {"inputs", "targets", "weights"}
     np.testing.assert_array_equal(batch["inputs"], plain["inputs"])
@@ -127,9 +129,9 @@ def test_the_first_token_of_a_document_is_no_target(folder: Path) -> None:
 
 def test_a_mixture_keeps_its_documents_apart(folder: Path) -> None:
     name = f"records:{folder}"
-    made = config(folder, document_mask=True)
-    mixed = dataclasses.replace(made.data, name="mix", mix=(f"a={name}:1", f"b={name}:3"))
-    source = data.load(mixed, made.model, seed=0, note=lambda line: None)
+    config = config_of(folder, document_mask=True)
+    mixed = dataclasses.replace(config.data, name="mix", mix=(f"a={name}:1", f"b={name}:3"))
+    source = data.load(mixed, config.model, seed=0, note=lambda line: None)
     assert isinstance(source, Mixture)
     for batch in (source.train_batch(0), source.eval_batch(0)):
         assert (batch["weights"][batch["inputs"] == SEPARATOR] == 0).all()
@@ -152,10 +154,10 @@ def test_what_has_no_documents_is_refused(folder: Path, capsys: Capture) -> None
         ("ed-tiny", "--data.document-mask"): "data.document_mask is for a decoder",
     }.items():
         assert message in refused(capsys, *argv)
-    made = config(folder, mesh=MeshConfig(data=4, sequence=2), attention="ring", document_mask=True)
-    windowed = dataclasses.replace(made, model=dataclasses.replace(made.model, window=32))
+    config = config_of(folder, mesh=MeshConfig(data=4, sequence=2), attention="ring", document_mask=True)
+    windowed = dataclasses.replace(config, model=dataclasses.replace(config.model, window=32))
     with pytest.raises(ConfigError, match=r"ring: parts of keys go round whole, and model\.window 32"):
-        logits(windowed, batch_of(made))
+        logits(windowed, batch_of(config))
 
 
 def test_a_run_whose_keys_go_round_has_the_losses_of_one_that_splits_examples(folder: Path) -> None:

@@ -42,9 +42,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def load(*words: str, seed: int = 0, batch_size: int = 50, **fields) -> Mixture:
     config = DataConfig(name="mix", mix=words, batch_size=batch_size, **fields)
-    found = data.load(config, MODEL, seed=seed, note=lambda line: None)
-    assert isinstance(found, Mixture)
-    return found
+    mixture = data.load(config, MODEL, seed=seed, note=lambda line: None)
+    assert isinstance(mixture, Mixture)
+    return mixture
 
 
 def words(folder: Path, a: float, b: float) -> list[str]:
@@ -76,16 +76,16 @@ def test_every_block_has_exactly_its_shares_and_every_text_its_own_order() -> No
     means = (texts[: 2 * BLOCK] == 0).reshape(-1, 8).mean(axis=1)
     assert np.std(means) == pytest.approx((0.25 * 0.75 / 8) ** 0.5, rel=0.05)
     some = np.array([7, 29_999, 12_345])
-    for found, whole in zip(shares(some), (texts, examples), strict=True):
-        np.testing.assert_array_equal(found, whole[some])
+    for subset, whole in zip(shares(some), (texts, examples), strict=True):
+        np.testing.assert_array_equal(subset, whole[some])
 
 
 def test_a_text_ends_where_one_more_of_its_examples_is_needed() -> None:
     shares = Shares([4000, 6000], seed=0)
     for sizes in ([4000, 10**9], [10, 20], [9000, 9001], [1, 1]):
         count = shares.until_one_ends(sizes)
-        seen = np.bincount(shares(range(count))[0], minlength=2)
-        assert (seen <= sizes).all()
+        counts = np.bincount(shares(range(count))[0], minlength=2)
+        assert (counts <= sizes).all()
         after = np.bincount(shares(range(count + 1))[0], minlength=2)
         assert (after > sizes).any()
 
@@ -152,7 +152,7 @@ def test_an_encoder_decoder_reads_it_with_noise(folders: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mix", "said"),
+    ("mix", "message"),
     [
         ("code", "data.mix code is not NAME=SOURCE:WEIGHT; write it as code=text:src:0.3"),
         ("code=text:src", "is not NAME=SOURCE:WEIGHT"),
@@ -169,12 +169,12 @@ def test_an_encoder_decoder_reads_it_with_noise(folders: Path) -> None:
     ],
 )
 def test_bad_words_get_one_message(
-    mix: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    mix: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["lm-tiny", "--steps", "2", "--optimizer.warmup-steps", "1", "--data.mix", *_split(mix)]) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert said in error
+    assert message in error
 
 
 def _split(words: str) -> list[str]:

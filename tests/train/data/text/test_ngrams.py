@@ -54,16 +54,16 @@ def test_only_the_targets_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     train, text = np.frombuffer(TRAIN, np.uint8), np.frombuffer(EVAL, np.uint8)
     losses = ngrams.nats_per_byte(train, text, np.arange(len(text)), 4)
     targets = np.arange(len(text)) % 3 == 1
-    found = {r.name: r.value for r in ngrams.references(train, text, targets, "digest")}
-    assert found["uniform"] == pytest.approx(math.log(256))
-    assert found["byte trigram"] == pytest.approx(losses[2][targets].mean())
-    assert found["byte 4-gram"] == pytest.approx(losses[3][targets].mean())
+    references = {r.name: r.value for r in ngrams.references(train, text, targets, "digest")}
+    assert references["uniform"] == pytest.approx(math.log(256))
+    assert references["byte trigram"] == pytest.approx(losses[2][targets].mean())
+    assert references["byte 4-gram"] == pytest.approx(losses[3][targets].mean())
     monkeypatch.setattr(ngrams, "_MOST_TARGETS", 5)
     fewer = {r.name: r.value for r in ngrams.references(train, text, targets, "other digest")}
     spread = np.flatnonzero(targets)[:: -(-targets.sum() // 5)]
     assert fewer["byte trigram"] == pytest.approx(losses[2][spread].mean())
     everything = {r.name: r.value for r in ngrams.references(train, text, targets | True, "digest")}
-    assert everything["byte trigram"] != pytest.approx(found["byte trigram"])
+    assert everything["byte trigram"] != pytest.approx(references["byte trigram"])
 
 
 def test_remembered_for_the_same_data_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +92,8 @@ def test_on_python_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """More context helps on real text, and the sizes are what such text gives."""
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path))
     config = DataConfig(name="python_corpus", batch_size=2)
-    found = data.load(config, configs.get("lm-tiny"), seed=0, note=lambda line: None)
-    uniform, trigram, fourgram = found.references()
+    dataset = data.load(config, configs.get("lm-tiny"), seed=0, note=lambda line: None)
+    uniform, trigram, fourgram = dataset.references()
     assert uniform.value > trigram.value > fourgram.value
     assert (trigram.unit, fourgram.unit) == ("nats/byte", "nats/byte")
     assert 1.6 < trigram.value < 2.0

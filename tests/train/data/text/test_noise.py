@@ -89,9 +89,9 @@ def test_every_mask_of_a_short_window_is_as_likely() -> None:
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 62, 200])
 @pytest.mark.parametrize("noise", [Sentinels(), Sentinels(rate=0.5, mean_span=1.0), Sentinels(rate=0.9, mean_span=5.0)])
 def test_every_token_comes_back(length: int, noise: Sentinels) -> None:
-    found = noised(noise, length, rows=20)
+    batch = noised(noise, length, rows=20)
     ids = IDS.sentinels[: noise.sentinels(length)]
-    for inputs, targets in zip(found.inputs, found.targets, strict=True):
+    for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
         assert inputs[-1] == targets[-1] == IDS.eos
         assert [i for i in inputs if i in IDS.sentinels] == list(ids)
         spans = np.split(targets[:-1], np.flatnonzero(targets >= IDS.sentinels[0]))[1:]
@@ -100,7 +100,7 @@ def test_every_token_comes_back(length: int, noise: Sentinels) -> None:
         np.testing.assert_array_equal(np.concatenate(text), np.arange(length))
         assert show.restored(inputs, targets, IDS) == list(range(length))
     if length > 7 and noise.rate < 0.5:  # control: targets of other noise do not fit
-        assert show.restored(found.inputs[0], found.targets[1], IDS) != list(range(length))
+        assert show.restored(batch.inputs[0], batch.targets[1], IDS) != list(range(length))
 
 
 def test_a_target_cut_short_restores_what_it_has() -> None:
@@ -131,9 +131,9 @@ def test_lengths_are_those_of_t5() -> None:
 
 def test_windows_fill_the_batch() -> None:
     lengths = Sentinels().lengths(64)
-    found = noised(Sentinels(), lengths.tokens, rows=5)
-    assert (found.inputs.shape[1], found.targets.shape[1]) == lengths[1:]
-    assert (found.counts == 64).all()
+    batch = noised(Sentinels(), lengths.tokens, rows=5)
+    assert (batch.inputs.shape[1], batch.targets.shape[1]) == lengths[1:]
+    assert (batch.counts == 64).all()
 
 
 # BART's infilling
@@ -141,8 +141,8 @@ def test_windows_fill_the_batch() -> None:
 
 def test_a_share_of_the_tokens_is_cut_and_each_span_leaves_a_mask() -> None:
     length, cut = 67, 21
-    found = noised(Infilling(), length, rows=300)
-    for inputs, count in zip(found.inputs, found.counts, strict=True):
+    batch = noised(Infilling(), length, rows=300)
+    for inputs, count in zip(batch.inputs, batch.counts, strict=True):
         assert inputs[0] == IDS.bos
         assert inputs[count - 1] == IDS.eos
         assert (inputs[count:] == IDS.pad).all()
@@ -157,7 +157,7 @@ def test_a_share_of_the_tokens_is_cut_and_each_span_leaves_a_mask() -> None:
             assert first > previous
             assert rest == list(range(first + 1, first + 1 + len(rest)))  # without a mask nothing is missing
             previous = first + len(rest)
-    np.testing.assert_array_equal(found.targets[7], [IDS.bos, *range(length), IDS.eos])
+    np.testing.assert_array_equal(batch.targets[7], [IDS.bos, *range(length), IDS.eos])
 
 
 def plain_cut(rng: np.random.Generator, length: int, rate: float, mean: float) -> tuple[list[bool], int]:
@@ -191,19 +191,19 @@ def test_infilling_is_distributed_as_the_plain_rule_says() -> None:
         cut, masks = zip(*(plain_cut(rng, length, 0.3, mean) for _ in range(ROWS)), strict=True)
         return features(np.array(cut), np.array(masks))
 
-    found = noised(Infilling(), length)
+    batch = noised(Infilling(), length)
     left = np.zeros((ROWS, IDS.mask + 1), bool)
-    left[np.arange(ROWS)[:, None], found.inputs] = True
-    ours = features(~left[:, :length], (found.inputs == IDS.mask).sum(axis=1))
+    left[np.arange(ROWS)[:, None], batch.inputs] = True
+    ours = features(~left[:, :length], (batch.inputs == IDS.mask).sum(axis=1))
     assert largest_z(ours, plain(3.0)) < 4.5
     assert largest_z(ours, plain(2.8)) > 8  # control: spans of another mean
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5])
 def test_short_windows_have_noise_too(length: int) -> None:
-    found = noised(Infilling(), length, rows=200)
-    assert (found.counts <= length + 2).all()
-    assert ((found.inputs == IDS.mask).sum(axis=1) >= 1).all()
+    batch = noised(Infilling(), length, rows=200)
+    assert (batch.counts <= length + 2).all()
+    assert ((batch.inputs == IDS.mask).sum(axis=1) >= 1).all()
 
 
 def test_orders_of_sentences_are_all_alike() -> None:

@@ -59,10 +59,10 @@ def whole(texts: list[bytes]) -> bytes:
 
 
 def test_documents_stand_whole_and_in_order() -> None:
-    found = prepare()
-    assert found["train"].tokens.tobytes() == whole(TEXTS)
-    assert found["eval"].tokens.tobytes() == whole(TEXTS[:3])
-    assert found["train"].text_bytes == len(whole(TEXTS))
+    splits = prepare()
+    assert splits["train"].tokens.tobytes() == whole(TEXTS)
+    assert splits["eval"].tokens.tobytes() == whole(TEXTS[:3])
+    assert splits["train"].text_bytes == len(whole(TEXTS))
 
 
 @pytest.mark.parametrize("dies_after", [0, 1, 7, 22])
@@ -75,9 +75,9 @@ def test_killed_pass_goes_on(dies_after: int, small_steps: Path) -> None:
     assert not (folder / "manifest.json").exists()
     with (folder / "train.bin").open("ab") as file:
         file.write(b"half a step that no progress file vouches for")
-    found = prepare(second)
-    assert found["train"].tokens.tobytes() == once["train"].tokens.tobytes()
-    assert found["train"].digest == once["train"].digest
+    splits = prepare(second)
+    assert splits["train"].tokens.tobytes() == once["train"].tokens.tobytes()
+    assert splits["train"].digest == once["train"].digest
     assert dies_after < 7 or len(second.read) < len(TEXTS)
     assert set(second.read) | set(killed.read) == set(range(len(TEXTS)))
 
@@ -118,9 +118,9 @@ def test_damaged_text_is_prepared_again(damage, small_steps: Path) -> None:
     digest = prepare()["train"].digest
     damage(small_steps / "packed" / "k-bytes")
     notes: list[str] = []
-    found = prepare(note=notes.append)
-    assert found["train"].tokens.tobytes() == whole(TEXTS)
-    assert found["train"].digest == digest
+    splits = prepare(note=notes.append)
+    assert splits["train"].tokens.tobytes() == whole(TEXTS)
+    assert splits["train"].digest == digest
     assert any("preparing it again" in note for note in notes)
 
 
@@ -172,17 +172,18 @@ def _bytes_written() -> int:
 
 
 def test_one_prepares_and_the_others_wait() -> None:
-    sources, found, notes = [Documents(TEXTS) for _ in range(4)], [], []
+    sources, outcomes, notes = [Documents(TEXTS) for _ in range(4)], [], []
     threads = [
-        threading.Thread(target=lambda source=source: found.append(prepare(source, notes.append))) for source in sources
+        threading.Thread(target=lambda source=source: outcomes.append(prepare(source, notes.append)))
+        for source in sources
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert len(found) == 4
+    assert len(outcomes) == 4
     assert sorted(len(source.read) for source in sources) == [0, 0, 0, len(TEXTS)]
-    assert {packed["train"].digest for packed in found} == {found[0]["train"].digest}
+    assert {packed["train"].digest for packed in outcomes} == {outcomes[0]["train"].digest}
 
 
 @pytest.fixture
@@ -284,12 +285,12 @@ def test_large_vocabularies_take_two_or_four_bytes(small_steps: Path) -> None:
 
     for size, width in ((256, 1), (257, 2), (1 << 16, 2), ((1 << 16) + 1, 4)):
         encoder = Wide(key=f"wide{size}", vocab_size=size)
-        found = packing.prepared(
+        splits = packing.prepared(
             "w", lambda: {"train": Documents(TEXTS), "eval": Documents([])}, encoder, quiet
         )  # fmt: skip
-        assert found["train"].tokens.itemsize == width
-        assert found["train"].tokens[0] == TEXTS[0][0] + size - 256
-        assert len(found["eval"].tokens) == 0
+        assert splits["train"].tokens.itemsize == width
+        assert splits["train"].tokens[0] == TEXTS[0][0] + size - 256
+        assert len(splits["eval"].tokens) == 0
 
 
 def test_cache_that_cannot_be_written(small_steps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
