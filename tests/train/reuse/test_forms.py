@@ -111,7 +111,7 @@ def effective(state: TrainState, run: StepInputs) -> dict[str, np.ndarray]:
     return {n: np.asarray(w) * a[n].reshape(a[n].shape + (1,) * (w.ndim - a[n].ndim)) for n, w in state.params.items()}
 
 
-def made(name: str, form: presets.Form | None = None, **constants) -> presets.Preset:
+def preset_of(name: str, form: presets.Form | None = None, **constants) -> presets.Preset:
     baseless = presets.get(name, **constants).baseless
     return presets.get(name, base=None if baseless else BASE, form=form, **constants)
 
@@ -134,7 +134,7 @@ CASES = [
     [(*case, family) for family in MODELS for case in CASES if family == "decoder" or case[1] in VIT_OPTIMIZERS],
 )
 def test_forms_train_identically(name: str, optimizer_name: str, family: str):
-    preset = made(name)
+    preset = preset_of(name)
     train, _ = trainer(family, PROGRAMS.get(optimizer_name, optimizer_name))
     ends = {}
     for form in FORMS:
@@ -163,14 +163,14 @@ def test_forms_train_identically(name: str, optimizer_name: str, family: str):
 
 @pytest.mark.parametrize("column", ["eps", "lr", "weight_decay", "multiplier"])
 def test_control_a_column_that_does_not_move_is_seen(column: str):
-    preset = made("depth-mup")
+    preset = preset_of("depth-mup")
     train, _ = trainer("decoder", "adamw")
     losses = {}
     for form in ("readout-multiplier", "plain", "broken"):
         state, run = start("decoder", "adamw", preset.with_form("plain" if form == "broken" else form))
         if form == "broken":
-            kept = start("decoder", "adamw", preset)[1].factors
-            run = run._replace(factors=run.factors._replace(**{column: getattr(kept, column)}))
+            factors = start("decoder", "adamw", preset)[1].factors
+            run = run._replace(factors=run.factors._replace(**{column: getattr(factors, column)}))
         losses[form] = np.asarray(train(state, run, batch("decoder"))[1])
     np.testing.assert_array_equal(losses["plain"], losses["readout-multiplier"])
     assert np.abs(losses["broken"] - losses["plain"]).max() > 1e-5
@@ -208,48 +208,48 @@ def assert_same(one: tuple[np.ndarray, dict], other: tuple[np.ndarray, dict]) ->
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
 def test_maximal_update_is_mup_in_plain_form_but_for_the_logits(optimizer_name: str, family: str):
-    wanted = end(made("mup", "plain"), optimizer_name, family)
-    assert_same(end(made("maximal-update", alpha_a=1.0, init="fan-in"), optimizer_name, family), wanted)
-    control = end(made("maximal-update", init="fan-in"), optimizer_name, family)
-    assert np.abs(control[0] - wanted[0]).max() > 1e-5
+    expected = end(preset_of("mup", "plain"), optimizer_name, family)
+    assert_same(end(preset_of("maximal-update", alpha_a=1.0, init="fan-in"), optimizer_name, family), expected)
+    control = end(preset_of("maximal-update", init="fan-in"), optimizer_name, family)
+    assert np.abs(control[0] - expected[0]).max() > 1e-5
 
 
 def test_completep_is_depth_mup_with_its_decay_and_eps():
-    preset = made("depth-mup", alpha_a=1.0, alpha_l=1.0)
-    wanted = end(made("completep"), "adamw")  # m_D is 16, m_L 4; a gain of queries or keys sums 4 heads
+    preset = preset_of("depth-mup", alpha_a=1.0, alpha_l=1.0)
+    expected = end(preset_of("completep"), "adamw")  # m_D is 16, m_L 4; a gain of queries or keys sums 4 heads
     specs = built("decoder").specs
     theirs = {
         n: np.float32((4 if n.endswith(("query_norm.gain", "key_norm.gain")) else 1) / 64 if spec.in_block else 1)
         for n, spec in specs.items()
     }
     eps = {n: np.broadcast_to(theirs[n], x.shape) for n, x in start("decoder", "adamw", preset)[1].factors.eps.items()}
-    assert_same(end(preset, "adamw", eps=eps), wanted)
-    assert np.abs(end(preset, "adamw")[0] - wanted[0]).max() > 1e-5
+    assert_same(end(preset, "adamw", eps=eps), expected)
+    assert np.abs(end(preset, "adamw")[0] - expected[0]).max() > 1e-5
 
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("optimizer_name", ["adamw", "sgd", "muon"])
 def test_spectral_is_mup_where_matrices_keep_their_proportions(optimizer_name: str, family: str):
-    wanted = end(made("mup", "plain"), optimizer_name, family)
-    assert_same(end(made("spectral"), optimizer_name, family), wanted)
-    control = end(made("mup-half", "plain"), optimizer_name, family)
-    assert np.abs(control[0] - wanted[0]).max() > 1e-5
+    expected = end(preset_of("mup", "plain"), optimizer_name, family)
+    assert_same(end(preset_of("spectral"), optimizer_name, family), expected)
+    control = end(preset_of("mup-half", "plain"), optimizer_name, family)
+    assert np.abs(control[0] - expected[0]).max() > 1e-5
 
 
 def test_tables_3_8_and_9_have_one_trajectory():
     """Tensor Programs V: a table is a form of mup. Adam's columns; SGD's are in the test of forms."""
     for family in MODELS:
-        plain = end(made("mup", "plain"), "adamw", family)
+        plain = end(preset_of("mup", "plain"), "adamw", family)
         for form in ("readout-multiplier", "table-9"):
-            assert_same(end(made("mup", form), "adamw", family), plain)
+            assert_same(end(preset_of("mup", form), "adamw", family), plain)
 
 
 @pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
 def test_forms_train_a_tied_readout_identically(optimizer_name: str):
     """It reads the table as the forward pass does, multiplier included: a form that moves the table leaves it alone."""
-    wanted = end(made("mup"), optimizer_name, "tied")
+    expected = end(preset_of("mup"), optimizer_name, "tied")
     for form in ("mean-field", "table-9"):
-        assert_same(end(made("mup", form), optimizer_name, "tied"), wanted)
+        assert_same(end(preset_of("mup", form), optimizer_name, "tied"), expected)
 
 
 # Conversion of checkpoints
@@ -260,16 +260,16 @@ def test_a_checkpoint_goes_on_in_another_form(optimizer_name: str):
     """Steps in plain form, converted, as many in the other form: as twice as many plain."""
     model, (train, _) = built("decoder"), trainer("decoder", optimizer_name)
     config = CONFIGS[optimizer_name]
-    plain = made("depth-mup", "plain")
+    plain = preset_of("depth-mup", "plain")
     state, run = start("decoder", optimizer_name, plain)
     middle, _ = train(state, run, batch("decoder"))
-    straight, wanted = train(middle, run, batch("decoder"))
+    straight, expected = train(middle, run, batch("decoder"))
     for form in ("readout-multiplier", "mean-field", "table-9"):
         after = plain.with_form(form)
         moved = convert(middle, model, plain, after, config.name)
         moved_run = start("decoder", optimizer_name, after)[1]
         end, losses = train(moved, moved_run, batch("decoder"))
-        np.testing.assert_allclose(losses, wanted, rtol=2e-4 if optimizer_name == "muon" else 0)
+        np.testing.assert_allclose(losses, expected, rtol=2e-4 if optimizer_name == "muon" else 0)
         back = convert(end, model, after, plain, config.name)
         exact = optimizer_name != "muon"
         for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(straight), strict=True):
@@ -278,18 +278,18 @@ def test_a_checkpoint_goes_on_in_another_form(optimizer_name: str):
 
 def test_control_moments_left_behind_are_seen():
     model, (train, _) = built("decoder"), trainer("decoder", "adamw")
-    plain = made("depth-mup", "plain")
+    plain = preset_of("depth-mup", "plain")
     after = plain.with_form("mean-field")
     state, run = start("decoder", "adamw", plain)
     middle, _ = train(state, run, batch("decoder"))
-    wanted = np.asarray(train(middle, run, batch("decoder"))[1])
+    expected = np.asarray(train(middle, run, batch("decoder"))[1])
     moved = convert(middle, model, plain, after, "adamw")._replace(opt_state=middle.opt_state)
     losses = np.asarray(train(moved, start("decoder", "adamw", after)[1], batch("decoder"))[1])
-    assert np.abs(losses - wanted).max() > 1e-3
+    assert np.abs(losses - expected).max() > 1e-3
 
 
 def test_conversion_refuses_another_parameterization():
     with pytest.raises(
         PresetError, match=r"lr is not what the multiplier's change asks for, so mup .* is another parameterization"
     ):
-        theta(built("decoder"), made("depth-mup"), made("mup"))
+        theta(built("decoder"), preset_of("depth-mup"), preset_of("mup"))

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.mark.parametrize(
-    ("names", "classes", "said"),
+    ("names", "classes", "reason"),
     [
         (("a", "b"), ["a", "b"], ""),
         (None, ["a", "b"], "since nothing names the source's classes"),
@@ -20,5 +20,5 @@ pytestmark = pytest.mark.core
         (tuple("abcdef"), ["a", "x\n"], "since the source has no x\ufffd among its 6 classes (a, b, c and 3 more)"),
     ],
 )
-def test_the_difference_is_named(names: tuple[str, ...] | None, classes: list[str], said: str) -> None:
-    assert ImageInput(names, ONE_SIZE).difference(classes) == said
+def test_the_difference_is_named(names: tuple[str, ...] | None, classes: list[str], reason: str) -> None:
+    assert ImageInput(names, ONE_SIZE).difference(classes) == reason

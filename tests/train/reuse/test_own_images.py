@@ -118,9 +118,9 @@ def test_answers_are_those_of_the_evaluation() -> None:
 def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike(hf: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert zoo_main(["import", "hf", "--out", "in", "--preset", "mup", "--base", "vit-proxy"]) == 0
-    first, *others = (predicted(*words, "digits/3") for words in (["vit", "--no-ema"], ["hf"], ["in"]))
+    first, *rest = (predicted(*words, "digits/3") for words in (["vit", "--no-ema"], ["hf"], ["in"]))
     assert [row["classes"][0]["class"] for row in first].count("3") > len(first) / 2
-    for rows in others:
+    for rows in rest:
         for ours, theirs in zip(first, rows, strict=True):
             for a, b in zip(ours["classes"], theirs["classes"], strict=True):
                 assert a["class"] == b["class"]
@@ -149,7 +149,7 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("vit", "no images are named"),
         ("vit no_such", "no file or folder no_such"),
@@ -163,13 +163,13 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
         ("text digits", "holds a decoder, which reads text; predict is for models of images"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(words: str, said: str, hf: Path) -> None:
+def test_what_cannot_be_answered_is_refused(words: str, message: str, hf: Path) -> None:
     Path("empty").mkdir(exist_ok=True)
     Path("prose.txt").write_text("once upon\na time\n")
     Path("blank.txt").write_text("\n")
     code, out, err = run("predict", *words.split())
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
@@ -253,7 +253,7 @@ def test_the_sources_own_classes_keep_its_readout(tuned: dict[str, Any]) -> None
 
 
 def test_weights_without_a_rate_have_one_by_width(hf: Path, tuned: dict[str, Any]) -> None:
-    said = "so that matrices move at 5e-5 x 768 / width = 0.0024 under"
+    message = "so that matrices move at 5e-5 x 768 / width = 0.0024 under"
     with contextlib.redirect_stdout(io.StringIO()):
         assert zoo_main(["import", "hf", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
     for source, under, peak in (
@@ -262,7 +262,7 @@ def test_weights_without_a_rate_have_one_by_width(hf: Path, tuned: dict[str, Any
     ):
         code, out, err = run("finetune", "letters", "--from", source, "--print-config")
         assert code == 0
-        assert f"{said} {under}" in err
+        assert f"{message} {under}" in err
         assert json.loads(out)["optimizer"]["peak_lr"] == pytest.approx(peak)
     assert run("finetune", "letters", "--from", "as-mup", "--dry-run")[0] == 0
 
@@ -286,7 +286,7 @@ def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("no_such --from vit", "no folder no_such"),
         ("prose.txt --from vit", "prose.txt is a file, and"),
@@ -303,7 +303,7 @@ def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
         ("letters --from vit --model.width 32 --steps 2", "train grow"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(words: str, said: str, folder: Path, tuned: dict[str, Any]) -> None:
+def test_what_cannot_be_tuned_is_refused(words: str, message: str, folder: Path, tuned: dict[str, Any]) -> None:
     Path("empty").mkdir(exist_ok=True)
     Path("hollow/ant").mkdir(parents=True, exist_ok=True)
     Path("prose.txt").write_text("once upon\na time\n")
@@ -313,7 +313,7 @@ def test_what_cannot_be_tuned_is_refused(words: str, said: str, folder: Path, tu
             (Path("kinds2") / name / f"{i}.png").write_bytes((folder / "kinds" / "torn.png").read_bytes())
     code, _, err = run("finetune", *words.split(), "--workdir", "runs/never")
     assert code == 2, err
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
     assert not list(Path("runs/never").glob("config.json"))
 
@@ -354,13 +354,13 @@ def test_scores_are_those_of_their_definitions() -> None:
     logits = np.log(
         np.array([[right, 1 - right], [1 - wrong, wrong], [wrong, 1 - wrong], [right, 1 - right]], np.float32)
     )
-    found = scores(logits, np.array([0, 0, 0, 1]), ["ant", "bee"])
+    report = scores(logits, np.array([0, 0, 0, 1]), ["ant", "bee"])
     # Two at 0.6, half of them right; two at 0.9, half of them right.
-    assert found["ece"] == pytest.approx((0.1 * 2 + 0.4 * 2) / 4)
-    assert found["classes"][0] == {
+    assert report["ece"] == pytest.approx((0.1 * 2 + 0.4 * 2) / 4)
+    assert report["classes"][0] == {
         "class": "ant", "label": 0, "examples": 3, "recall": 2 / 3, "precision": 2 / 3, "taken_for": "bee",
     }  # fmt: skip
-    assert "top5_accuracy" not in found
+    assert "top5_accuracy" not in report
     six = np.eye(7, dtype=np.float32)[[0]] + np.arange(7, dtype=np.float32) / 100
     ranks = [scores(six, np.array([label]), list("abcdefg"))["top5_accuracy"] for label in range(7)]
     assert ranks == [1, 0, 0, 1, 1, 1, 1]

@@ -61,8 +61,8 @@ def zoo(*words: Any) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def loaded(path: Path, model: DecoderConfig, given: PresetConfig) -> dict[str, np.ndarray]:
-    preset, built = preset_for(given, model), definition(model)
+def loaded(path: Path, model: DecoderConfig, config: PresetConfig) -> dict[str, np.ndarray]:
+    preset, built = preset_for(config, model), definition(model)
     return pretrained.place(pretrained.read(path), built, resolve(preset, built))
 
 
@@ -77,15 +77,15 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 def test_import_writes_weights_in_the_presets_form(tmp_path: Path) -> None:
-    given = published(tmp_path / "hf")
-    code, out, err = zoo("import", given, "--out", tmp_path / "in", "--preset", "mup", "--base", "lm-proxy")
+    origin = published(tmp_path / "hf")
+    code, out, err = zoo("import", origin, "--out", tmp_path / "in", "--preset", "mup", "--base", "lm-proxy")
     assert (code, err) == (0, "")
     assert "decoder: width 12, depth 2" in out
     assert "under mup" in out
     record = json.loads((tmp_path / "in" / "model.json").read_text())
     assert record["preset"]["fields"] == {"name": "mup", "base": "lm-proxy"}
     assert record["model"]["family"] == "decoder"
-    files, plain = Tensors(tmp_path / "in"), pretrained.read(given).params
+    files, plain = Tensors(tmp_path / "in"), pretrained.read(origin).params
     for name in plain:
         scale = np.asarray(record["preset"]["scales"][name], np.float32).reshape(-1, *[1] * (plain[name].ndim - 1))
         np.testing.assert_allclose(files.read(name) * scale, plain[name], rtol=5e-7, err_msg=name)
@@ -94,22 +94,22 @@ def test_import_writes_weights_in_the_presets_form(tmp_path: Path) -> None:
 
 
 def test_imported_weights_are_loaded_into_any_preset(tmp_path: Path) -> None:
-    given = published(tmp_path / "hf", TIED)
-    assert zoo("import", given, "--out", tmp_path / "in", "--preset", "mup", "--form", "mean-field")[0] == 0
+    origin = published(tmp_path / "hf", TIED)
+    assert zoo("import", origin, "--out", tmp_path / "in", "--preset", "mup", "--form", "mean-field")[0] == 0
     for preset in (PresetConfig(name="sp"), MUP, PresetConfig(name="depth-mup", gamma0=0.25)):
-        assert_same(loaded(tmp_path / "in", TIED, preset), loaded(given, TIED, preset))
+        assert_same(loaded(tmp_path / "in", TIED, preset), loaded(origin, TIED, preset))
     file = tmp_path / "in" / "model.safetensors"
-    assert_same(loaded(file, TIED, MUP), loaded(given, TIED, MUP))
+    assert_same(loaded(file, TIED, MUP), loaded(origin, TIED, MUP))
     # Control: another preset's numbers are others.
     assert not np.allclose(
-        loaded(given, TIED, MUP)["token"], loaded(given, TIED, PresetConfig(name="sp"))["norm.gain"][0]
+        loaded(origin, TIED, MUP)["token"], loaded(origin, TIED, PresetConfig(name="sp"))["norm.gain"][0]
     )
 
 
 def test_parameters_come_in_the_models_type(tmp_path: Path) -> None:
-    given = published(tmp_path / "hf")
+    origin = published(tmp_path / "hf")
     half = dataclasses.replace(MODEL, compute=dataclasses.replace(MODEL.compute, param_dtype="bfloat16"))
-    assert {value.dtype for value in loaded(given, half, MUP).values()} == {jnp.dtype("bfloat16")}
+    assert {value.dtype for value in loaded(origin, half, MUP).values()} == {jnp.dtype("bfloat16")}
 
 
 def test_a_classifier_that_is_not_there_is_said(tmp_path: Path) -> None:
@@ -129,14 +129,14 @@ def test_a_classifier_that_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    given = published(tmp_path / "hf")
-    for change, said in (
+    origin = published(tmp_path / "hf")
+    for change, message in (
         ({"width": 16}, r"block.attention.key is \(2, 12, 2, 6\) and the model's \(2, 16, 2, 8\)"),
         ({"bias": True}, "block.attention.key_bias is missing"),
         ({"tied": True}, "readout is .* has none"),
     ):
-        with pytest.raises(pretrained.WeightsError, match=said):
-            loaded(given, dataclasses.replace(MODEL, **change), MUP)
+        with pytest.raises(pretrained.WeightsError, match=message):
+            loaded(origin, dataclasses.replace(MODEL, **change), MUP)
 
 
 # Export
@@ -167,13 +167,13 @@ def test_a_run_is_exported_and_comes_back(run: Path, tmp_path: Path) -> None:
     assert record["fields"] == {"name": "mup", "base": "lm-proxy"}
     assert record["scales"]["block.attention.query"] == pytest.approx(record["factors"]["logits"] * 16**0.5)
     source = pretrained.read(run)
-    model, given = source.model, PresetConfig(**record["fields"])
+    model, preset_config = source.model, PresetConfig(**record["fields"])
     assert isinstance(model, DecoderConfig)
     stored = source.stored
-    assert_same(loaded(tmp_path / "hf", model, given), stored)
-    assert_same(loaded(run, model, given), stored)
+    assert_same(loaded(tmp_path / "hf", model, preset_config), stored)
+    assert_same(loaded(run, model, preset_config), stored)
     # Control: another step has other weights.
-    assert np.abs(loaded(run / "checkpoints" / "2", model, given)["token"] - stored["token"]).max() > 1e-4
+    assert np.abs(loaded(run / "checkpoints" / "2", model, preset_config)["token"] - stored["token"]).max() > 1e-4
 
 
 def test_a_source_has_the_logits_of_its_preset(run: Path) -> None:
@@ -193,21 +193,21 @@ def test_a_step_can_be_named_in_either_way(run: Path, tmp_path: Path) -> None:
 
 
 def test_an_imported_folder_is_exported_as_it_was(tmp_path: Path) -> None:
-    given = published(tmp_path / "hf", TIED)
-    assert zoo("import", given, "--out", tmp_path / "in", "--preset", "depth-mup", "--base", "lm-proxy")[0] == 0
+    origin = published(tmp_path / "hf", TIED)
+    assert zoo("import", origin, "--out", tmp_path / "in", "--preset", "depth-mup", "--base", "lm-proxy")[0] == 0
     assert zoo("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
-    before, after = Tensors(given), Tensors(tmp_path / "out")
+    before, after = Tensors(origin), Tensors(tmp_path / "out")
     assert before.shapes == after.shapes
     for name in before.shapes:
         np.testing.assert_allclose(after.read(name), before.read(name), rtol=5e-7, err_msg=name)
 
 
 def test_folded_skips_are_said_to_be_inexact(tmp_path: Path) -> None:
-    given = published(tmp_path / "hf")
-    code, out, _ = zoo("import", given, "--out", tmp_path / "in", "--preset", "u-mup")
+    origin = published(tmp_path / "hf")
+    code, out, _ = zoo("import", origin, "--out", tmp_path / "in", "--preset", "u-mup")
     assert code == 0
     assert "exact but for the norms' eps" in out
-    assert "exact but" not in zoo("import", given, "--out", tmp_path / "other", "--preset", "mup")[1]
+    assert "exact but" not in zoo("import", origin, "--out", tmp_path / "other", "--preset", "mup")[1]
 
 
 def test_a_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
@@ -221,8 +221,8 @@ def test_a_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == path.read_bytes()
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["eos_token"] == "<|endoftext|>"
-    given = published(tmp_path / "hf")
-    assert zoo("export", given, "--tokenizer", path, "--out", tmp_path / "again")[0] == 0
+    origin = published(tmp_path / "hf")
+    assert zoo("export", origin, "--tokenizer", path, "--out", tmp_path / "again")[0] == 0
     assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == separator
 
 
@@ -265,13 +265,13 @@ def wrong(tmp_path: Path, *words: Any) -> str:
 
 
 def test_wrong_words_are_answered(tmp_path: Path, run: Path) -> None:
-    given, new = published(tmp_path / "hf"), tmp_path / "new"
-    assert "is not an empty folder" in wrong(tmp_path, "import", given, "--out", given)
+    origin, new = published(tmp_path / "hf"), tmp_path / "new"
+    assert "is not an empty folder" in wrong(tmp_path, "import", origin, "--out", origin)
     assert "no run and no weights there" in wrong(tmp_path, "import", tmp_path / "none", "--out", new)
-    assert "--out" in wrong(tmp_path, "import", given)
-    assert "did you mean 'mup'" in wrong(tmp_path, "import", given, "--out", new, "--preset", "mu")
-    assert "is a vit" in wrong(tmp_path, "import", given, "--out", new, "--preset", "mup", "--base", "vit-proxy")
-    assert "takes" in wrong(tmp_path, "import", given, "--out", new, "--gamma0", "2")
+    assert "--out" in wrong(tmp_path, "import", origin)
+    assert "did you mean 'mup'" in wrong(tmp_path, "import", origin, "--out", new, "--preset", "mu")
+    assert "is a vit" in wrong(tmp_path, "import", origin, "--out", new, "--preset", "mup", "--base", "vit-proxy")
+    assert "takes" in wrong(tmp_path, "import", origin, "--out", new, "--gamma0", "2")
     assert "no checkpoint of step 9" in wrong(tmp_path, "export", run, "--step", 9, "--out", new)
     assert "no flag is named --steps; did you mean --step?" in wrong(
         tmp_path, "export", run, "--steps", 9, "--out", new

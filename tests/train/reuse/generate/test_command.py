@@ -48,16 +48,16 @@ def test_context_is_the_last_seq_len_tokens(prompt_size):
 
 
 def test_padding_is_on_the_right_and_every_call_has_one_shape():
-    seen = []
+    calls = []
 
     def spy(tokens):
-        seen.append(tokens.copy())
+        calls.append(tokens.copy())
         return successor(tokens)
 
     generate_uncached.sample(spy, np.array([5, 6]), SEQ_LEN, seq_len=SEQ_LEN, temperature=0.0)
-    assert {(tokens.shape, tokens.dtype) for tokens in seen} == {((1, SEQ_LEN), np.dtype(np.int32))}
-    np.testing.assert_array_equal(seen[0], [[5, 6, 0, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(seen[-1], [(5 + np.arange(1, 1 + SEQ_LEN)) % VOCAB])
+    assert {(tokens.shape, tokens.dtype) for tokens in calls} == {((1, SEQ_LEN), np.dtype(np.int32))}
+    np.testing.assert_array_equal(calls[0], [[5, 6, 0, 0, 0, 0, 0]])
+    np.testing.assert_array_equal(calls[-1], [(5 + np.arange(1, 1 + SEQ_LEN)) % VOCAB])
 
 
 def test_padding_cannot_reach_a_causal_model_but_reaches_another():

@@ -44,7 +44,7 @@ def drawn(sampling: Sampling, logits: Any = LOGITS, count: int = 4000) -> np.nda
     return np.asarray(jax.jit(lambda rows, keys: draw(rows, keys, sampling))(rows, keys))
 
 
-def kept(probabilities: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
+def distribution(probabilities: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
     """The filters written out token by token, and what is left made a distribution."""
     order = sorted(range(len(probabilities)), key=lambda i: (-probabilities[i], i))[:top_k]
     total, left, mass = sum(probabilities[i] for i in order), [], 0.0
@@ -53,9 +53,9 @@ def kept(probabilities: np.ndarray, top_k: int | None, top_p: float | None) -> n
         mass += probabilities[i] / total
         if top_p is not None and mass >= top_p - 1e-6:
             break
-    found = np.zeros_like(probabilities)
-    found[left] = probabilities[left]
-    return found / found.sum()
+    weights = np.zeros_like(probabilities)
+    weights[left] = probabilities[left]
+    return weights / weights.sum()
 
 
 @pytest.mark.core
@@ -79,12 +79,12 @@ def kept(probabilities: np.ndarray, top_k: int | None, top_p: float | None) -> n
 )
 def test_frequencies_are_those_of_the_filters_written_out(sampling: Sampling) -> None:
     p = np.exp(np.asarray(LOGITS, np.float64) / sampling.temperature)
-    wanted = kept(p / p.sum(), sampling.top_k, sampling.top_p)
+    expected = distribution(p / p.sum(), sampling.top_k, sampling.top_p)
     tokens = drawn(sampling)
-    found = np.bincount(tokens, minlength=len(p)) / tokens.size
+    frequencies = np.bincount(tokens, minlength=len(p)) / tokens.size
     # Five standard deviations of a frequency; a token that is filtered out never comes.
-    np.testing.assert_array_less(np.abs(found - wanted), 5 * np.sqrt(wanted / tokens.size) + 1e-12)
-    assert set(tokens) <= set(np.flatnonzero(wanted))
+    np.testing.assert_array_less(np.abs(frequencies - expected), 5 * np.sqrt(expected / tokens.size) + 1e-12)
+    assert set(tokens) <= set(np.flatnonzero(expected))
 
 
 @pytest.mark.core
@@ -99,7 +99,7 @@ def test_exactly_k_of_tied_tokens_and_none_that_is_masked() -> None:
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("sampling", "said"),
+    ("sampling", "message"),
     [
         ({"temperature": -1}, "temperature is -1; write 0 for the likeliest token"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -108,8 +108,8 @@ def test_exactly_k_of_tied_tokens_and_none_that_is_masked() -> None:
         ({"top_p": 1.5}, "top-p is 1.5"),
     ],
 )
-def test_numbers_out_of_range_are_refused(sampling: dict[str, float], said: str) -> None:
-    with pytest.raises(DecodingError, match=said):
+def test_numbers_out_of_range_are_refused(sampling: dict[str, float], message: str) -> None:
+    with pytest.raises(DecodingError, match=message):
         Sampling(**sampling)
 
 
@@ -117,27 +117,27 @@ def test_numbers_out_of_range_are_refused(sampling: dict[str, float], said: str)
 
 
 @functools.cache
-def program(model: DecoderConfig = LLAMA) -> tuple[Program, Any, Any]:
+def program_of(model: DecoderConfig = LLAMA) -> tuple[Program, Any, Any]:
     """A program on one device, its numbers, and parameters that are not what its reference has."""
     config = Config(
         recipe="tiny", model=model, data=DataConfig(name="text:x", batch_size=1), mesh=MeshConfig(data=1), steps=1,
         preset=PresetConfig(name="mup"),
     )  # fmt: skip
-    made, noise = assemble(config, jax.devices()[:1]), np.random.default_rng(2)
-    params = made.initial_state().params
+    program, noise = assemble(config, jax.devices()[:1]), np.random.default_rng(2)
+    params = program.initial_state().params
     params = {n: w + 0.3 * jnp.asarray(noise.standard_normal(w.shape), w.dtype) for n, w in params.items()}
-    return made, made.step_inputs(), params
+    return program, program.step_inputs(), params
 
 
 def generator(model: DecoderConfig = LLAMA, sampling: Sampling = GREEDY, **more: Any) -> Generator:
-    made, numbers, params = program(model)
-    return Generator(made, params, numbers, sampling=sampling, **more)
+    program, numbers, params = program_of(model)
+    return Generator(program, params, numbers, sampling=sampling, **more)
 
 
 def uncached(prompt: np.ndarray, length: int, model: DecoderConfig = LLAMA) -> np.ndarray:
     """The likeliest tokens by the whole model, with the rule of the context's end written out."""
-    made, numbers, params = program(model)
-    logits = jax.jit(lambda window: logits_of(made.definition, params, numbers, window))
+    program, numbers, params = program_of(model)
+    logits = jax.jit(lambda window: logits_of(program.definition, params, numbers, window))
     text, context = list(prompt), list(prompt)[-SEQ_LEN:]
     for _ in range(length):
         if len(context) > SEQ_LEN:
@@ -153,52 +153,52 @@ def uncached(prompt: np.ndarray, length: int, model: DecoderConfig = LLAMA) -> n
 @pytest.mark.parametrize("model", [LLAMA, CENTERED], ids=["llama", "centered"])
 def test_greedy_text_is_that_of_the_uncached_model_past_the_contexts_end(model: DecoderConfig) -> None:
     length = 3 * SEQ_LEN
-    found = generator(model).complete(PROMPT, length)
-    np.testing.assert_array_equal(found, [uncached(PROMPT, length, model)])
-    assert len(set(found[0])) > 3  # Control: not one token over and over.
+    tokens = generator(model).complete(PROMPT, length)
+    np.testing.assert_array_equal(tokens, [uncached(PROMPT, length, model)])
+    assert len(set(tokens[0])) > 3  # Control: not one token over and over.
 
 
 def test_within_the_context_it_is_the_text_of_the_plain_sampler() -> None:
-    made, numbers, params = program()
-    logits = jax.jit(lambda window: logits_of(made.definition, params, numbers, window))
+    program, numbers, params = program_of()
+    logits = jax.jit(lambda window: logits_of(program.definition, params, numbers, window))
     plain = generate_uncached.sample(logits, PROMPT, SEQ_LEN - 5, seq_len=SEQ_LEN, temperature=0)
     np.testing.assert_array_equal(generator().complete(PROMPT, SEQ_LEN - 5)[0], plain[5:])
 
 
 def test_prompts_of_any_length_are_read() -> None:
-    made, random = generator(), np.random.default_rng(0)
+    sampler, random = generator(), np.random.default_rng(0)
     for size in (1, 2, SEQ_LEN - 1, SEQ_LEN, SEQ_LEN + 1, 3 * SEQ_LEN):
         prompt = random.integers(0, VOCAB, size)
-        np.testing.assert_array_equal(made.complete(prompt, 3)[0], uncached(prompt, 3))
+        np.testing.assert_array_equal(sampler.complete(prompt, 3)[0], uncached(prompt, 3))
 
 
 def test_a_sample_depends_on_the_seed_and_its_number_alone() -> None:
     warm = Sampling(temperature=1.5, top_k=9, top_p=0.95)
     three, one = generator(sampling=warm, samples=3), generator(sampling=warm)
-    found = three.complete(PROMPT, 20, seed=1)
-    assert found.shape == (3, 20)
-    assert len({tuple(row) for row in found}) == 3
-    np.testing.assert_array_equal(one.complete(PROMPT, 20, seed=1)[0], found[0])
-    np.testing.assert_array_equal(three.complete(PROMPT, 7, seed=1), found[:, :7])
-    assert not np.array_equal(one.complete(PROMPT, 20, seed=2)[0], found[0])
+    texts = three.complete(PROMPT, 20, seed=1)
+    assert texts.shape == (3, 20)
+    assert len({tuple(row) for row in texts}) == 3
+    np.testing.assert_array_equal(one.complete(PROMPT, 20, seed=1)[0], texts[0])
+    np.testing.assert_array_equal(three.complete(PROMPT, 7, seed=1), texts[:, :7])
+    assert not np.array_equal(one.complete(PROMPT, 20, seed=2)[0], texts[0])
 
 
 def test_a_stream_gives_the_same_tokens_in_parts_and_compiles_once() -> None:
-    made = generator()
-    parts = list(made.stream(PROMPT, 20))
+    sampler = generator()
+    parts = list(sampler.stream(PROMPT, 20))
     assert len(parts) > 3
-    np.testing.assert_array_equal(np.concatenate(parts, axis=1), made.complete(PROMPT, 20))
-    before = made.compilations
-    made.complete(np.array([2, 2, 2, 2, 2, 2]), 30)
-    assert made.compilations == before
-    assert made.complete(PROMPT, 0).shape == (1, 0)
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), sampler.complete(PROMPT, 20))
+    before = sampler.compilations
+    sampler.complete(np.array([2, 2, 2, 2, 2, 2]), 30)
+    assert sampler.compilations == before
+    assert sampler.complete(PROMPT, 0).shape == (1, 0)
 
 
 def test_a_mesh_gives_the_same_text() -> None:
-    made, _, params = program()
+    program, _, params = program_of()
     split = assemble(
         dataclasses.replace(
-            made.config, mesh=MeshConfig(data=2, fsdp=2, tensor=2), data=DataConfig(name="text:x", batch_size=8)
+            program.config, mesh=MeshConfig(data=2, fsdp=2, tensor=2), data=DataConfig(name="text:x", batch_size=8)
         )
     )
     placed = {n: jax.device_put(np.asarray(w), split.abstract.params[n].sharding) for n, w in params.items()}
@@ -213,10 +213,10 @@ def test_a_prompt_that_is_none_is_refused(prompt: np.ndarray) -> None:
 
 
 def test_a_model_that_has_diverged_is_told() -> None:
-    made, numbers, params = program()
+    program, numbers, params = program_of()
     params = {**params, "readout": params["readout"].at[0, 0].set(jnp.nan)}
     with pytest.raises(DecodingError, match="the model has diverged"):
-        Generator(made, params, numbers).complete(PROMPT, 1)
+        Generator(program, params, numbers).complete(PROMPT, 1)
 
 
 @pytest.mark.core

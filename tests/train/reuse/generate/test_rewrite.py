@@ -48,8 +48,8 @@ def run() -> tuple[Any, ...]:
         def one(text: Any) -> Any:
             decoder = np.full((3, 1), START, np.int32)
             decoder = jax.numpy.concatenate([decoder, jax.numpy.broadcast_to(text[:-1], (3, T - 1))], axis=1)
-            others = {"input_mask": mask, "decoder_inputs": decoder}
-            return jax.nn.log_softmax(logits_of(program.definition, params, numbers, inputs, **others))
+            batch = {"input_mask": mask, "decoder_inputs": decoder}
+            return jax.nn.log_softmax(logits_of(program.definition, params, numbers, inputs, **batch))
 
         return jax.vmap(one, out_axes=1)(texts)
 
@@ -68,8 +68,8 @@ def test_texts_are_the_likeliest(run: tuple[Any, ...]) -> None:
         return [every[i][: count[i]].tolist() for i in of.argmax(axis=1)]
 
     def written(**options: Any) -> list[list[int]]:
-        made = Rewriter(program, params, numbers, start=START, end=END, sampling=GREEDY, **options)
-        return [row.tolist() for row in made.write(inputs, mask)]
+        rewriter = Rewriter(program, params, numbers, start=START, end=END, sampling=GREEDY, **options)
+        return [row.tolist() for row in rewriter.write(inputs, mask)]
 
     # So many beams that none is ever dropped; by the sum and by the mean of ln p.
     assert written(beams=V**T, length_penalty=0.0) == best(score)
@@ -85,11 +85,11 @@ def test_texts_are_the_likeliest(run: tuple[Any, ...]) -> None:
 
 def test_draws_depend_on_the_seed_and_lengths_are_checked(run: tuple[Any, ...]) -> None:
     program, params, numbers, inputs, mask, _ = run
-    made = Rewriter(program, params, numbers, start=START, end=END, sampling=Sampling(temperature=3.0))
-    one, two, other = (made.write(inputs, mask, seed=seed) for seed in (1, 1, 2))
+    rewriter = Rewriter(program, params, numbers, start=START, end=END, sampling=Sampling(temperature=3.0))
+    one, two, other = (rewriter.write(inputs, mask, seed=seed) for seed in (1, 1, 2))
     assert [row.tolist() for row in one] == [row.tolist() for row in two]
     assert [row.tolist() for row in one] != [row.tolist() for row in other]
     with pytest.raises(DecodingError, match="write 1 to 4"):
-        made.write(inputs, mask, 5)
+        rewriter.write(inputs, mask, 5)
     with pytest.raises(DecodingError, match="write temperature 0"):
         Rewriter(program, params, numbers, start=START, end=END, beams=2)

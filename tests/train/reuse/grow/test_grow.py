@@ -82,14 +82,14 @@ def side(model: ModelConfig, preset: Preset) -> tuple[Side, Factors]:
 
 def draw(at: Side, factors: Factors, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights of every parameter, so large that the model's products are of order one."""
-    random, found = np.random.default_rng(seed), {}
+    random, weights = np.random.default_rng(seed), {}
     for name, leaf in at.definition.abstract.items():
         spec, normal = at.definition.specs[name], random.standard_normal(leaf.shape)
         size = 0.3 if spec.role in VECTORS else np.prod([at.definition.sizes[axis] for axis in spec.fan_in]) ** -0.5
         value = float(spec.role is Role.NORM_GAIN) + size * normal
         a = factors.multiplier[name].reshape(-1, *[1] * (value.ndim - 1))
-        found[name] = (value / a).astype(np.float32).reshape(leaf.shape)
-    return found
+        weights[name] = (value / a).astype(np.float32).reshape(leaf.shape)
+    return weights
 
 
 def inputs_of(model: ModelConfig) -> jax.Array:

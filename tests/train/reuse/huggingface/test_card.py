@@ -49,9 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def card(run: str, *words: str) -> str:
     out = f"out{len(os.listdir())}"
-    code, said, err = called(zoo_main, "export", run, "--out", out, *words)
+    code, output, err = called(zoo_main, "export", run, "--out", out, *words)
     assert code == 0, err
-    assert ("the model card states no licence" in said) == ("--licence" not in words)
+    assert ("the model card states no licence" in output) == ("--licence" not in words)
     return Path(out, "README.md").read_text()
 
 
@@ -112,15 +112,19 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
     without = card("tuned")
     assert "license:" not in without
     assert "None is stated: whoever wrote this card gave none, and it grants no right to use these weights." in without
-    for typed, known in {"Apache-2.0": "apache-2.0", "GPL-3.0-or-later": "gpl-3.0", "LLAMA3.1": "llama3.1"}.items():
+    for typed, identifier in {
+        "Apache-2.0": "apache-2.0",
+        "GPL-3.0-or-later": "gpl-3.0",
+        "LLAMA3.1": "llama3.1",
+    }.items():
         text = card("tuned", "--licence", typed)
-        assert text.partition("\n---\n")[0].splitlines()[-1] == f"license: {known}"
-        assert f"`{known}`, as whoever wrote this card says." in text
+        assert text.partition("\n---\n")[0].splitlines()[-1] == f"license: {identifier}"
+        assert f"`{identifier}`, as whoever wrote this card says." in text
         assert "None is stated" not in text
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "message"),
     [
         ("apache", "did you mean apache-2.0"),
         ("Apache-2.O", "--licence Apache-2.O: no licence has this identifier at Hugging Face; did you mean apache-2.0"),
@@ -130,10 +134,10 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
     ],
 )
 def test_an_unknown_licence_is_refused_with_the_nearest_before_anything_is_written(
-    folder: Path, typed: str, said: str
+    folder: Path, typed: str, message: str
 ) -> None:
     code, _, err = called(zoo_main, "export", "tuned", "--out", "refused", "--licence", typed)
-    assert (code, said in err, Path("refused").exists()) == (2, True, False), err
+    assert (code, message in err, Path("refused").exists()) == (2, True, False), err
 
 
 def test_identifiers_are_sorted_and_small() -> None:

@@ -44,10 +44,10 @@ def test_text_tokens_and_targets_are_those_of_transformers(source: str, talk: li
     encoder, template = tokenizer.Subwords(tmp_path / "tokenizer.json"), templates.Template(source, "x")
     prompt = theirs.apply_chat_template(talk, chat_template=source, add_generation_prompt=True, tokenize=False)
     assert template.render(talk, prompt=True) == prompt
-    wanted = theirs.apply_chat_template(
+    expected = theirs.apply_chat_template(
         talk, chat_template=MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
     )
     (ids,) = ChatTokens(encoder, template, "answers").encode([json.dumps(talk).encode()])
-    assert (ids % encoder.vocab_size).tolist() == list(wanted["input_ids"])
-    assert (ids >= encoder.vocab_size).astype(int).tolist() == list(wanted["assistant_masks"])
-    assert 0 < sum(wanted["assistant_masks"]) < ids.size
+    assert (ids % encoder.vocab_size).tolist() == list(expected["input_ids"])
+    assert (ids >= encoder.vocab_size).astype(int).tolist() == list(expected["assistant_masks"])
+    assert 0 < sum(expected["assistant_masks"]) < ids.size

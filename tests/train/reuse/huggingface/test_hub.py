@@ -40,8 +40,8 @@ def published(folder: Path, model: Any, seed: int) -> Path:
     random, shapes = np.random.default_rng(seed), {n: leaf.shape for n, leaf in definition(model).abstract.items()}
     params = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     images = ImageInput(("a", "b"), PixelsConfig(fit="squash")) if isinstance(model, ViTConfig) else None
-    made = source.Source(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=images)
-    files.write_huggingface(made, folder, "float32")
+    weights = source.Source(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=images)
+    files.write_huggingface(weights, folder, "float32")
     (folder / "onnx").mkdir()
     for name in ("pytorch_model.bin", "README.md", "onnx/model.onnx", "model.fp16.safetensors"):
         (folder / name).write_bytes(b"x" * 50)
@@ -54,8 +54,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelHub]:
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
     with contextlib.chdir(tmp_path), model_hub(tmp_path / "cache") as server:
         server.add("me/vit", published(tmp_path / "vit", VIT, 0))
-        others = server.add("me/other", published(tmp_path / "other", VIT, 1)).revisions["main"]
-        server.repositories["me/vit"].revisions["other"] = others
+        revision = server.add("me/other", published(tmp_path / "other", VIT, 1)).revisions["main"]
+        server.repositories["me/vit"].revisions["other"] = revision
         server.add("me/gpt", published(tmp_path / "gpt", GPT, 0))
         for label in "ab":
             Path("pictures", label).mkdir(parents=True)

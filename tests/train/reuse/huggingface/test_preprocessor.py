@@ -49,11 +49,11 @@ def folder(path: Path, processor: dict[str, Any] | None = VIT, names: tuple[str,
 
 
 def test_names_and_preprocessing_come_in_and_go_out_again(tmp_path: Path) -> None:
-    given = folder(tmp_path / "hf")
-    code, out, err = zoo("import", given, "--out", tmp_path / "in", "--preset", "mup", "--base", "vit-proxy")
+    origin = folder(tmp_path / "hf")
+    code, out, err = zoo("import", origin, "--out", tmp_path / "in", "--preset", "mup", "--base", "vit-proxy")
     assert (code, err) == (0, "")
     assert "classes: ant, bee, cat; images: squash, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in out
-    for path in (given, tmp_path / "in"):
+    for path in (origin, tmp_path / "in"):
         assert outline.outline(path).images == pretrained.read(path).images == (NAMES, BICUBIC)
     assert zoo("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -99,7 +99,7 @@ def test_what_processors_do_is_read_and_written(change: dict[str, Any], pixels: 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"size": {"height": 16, "width": 16}}, "another size than the 12 x 12"),
         ({"size": {"shortest_edge": 12}}, "another size"),
@@ -120,11 +120,11 @@ def test_what_processors_do_is_read_and_written(change: dict[str, Any], pixels: 
         ({"do_center_crop": True, "size": {"shortest_edge": 11}, "crop_size": 12}, "less than the 12 pixels"),
     ],
 )
-def test_what_is_not_done_here_is_refused_by_its_field(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_is_not_done_here_is_refused_by_its_field(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = folder(tmp_path / "hf", {**VIT, **change})
     code, _, err = zoo("import", path, "--out", tmp_path / "in")
     assert code == 2
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         outline.outline(path)
     assert " ".join(err.split()).count("preprocessor_config.json") == 1
     assert "remove the file to read the weights without it" in " ".join(err.split())
@@ -138,8 +138,8 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "ant", "1": "bee", "3": "cat"}}))
     with pytest.raises(ConfigError, match="id2label does not name the classes 0 to 2"):
         pretrained.read(path)
-    for fields, said in (({"class_names": ["ant"]}, "1 names"), ({"class_names": "ant"}, "list of names")):
-        with pytest.raises(ConfigError, match=said):
+    for fields, message in (({"class_names": ["ant"]}, "1 names"), ({"class_names": "ant"}, "list of names")):
+        with pytest.raises(ConfigError, match=message):
             recorded(fields, MODEL, "here")
 
 

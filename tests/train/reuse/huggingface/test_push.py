@@ -59,10 +59,10 @@ class Answers(BaseHTTPRequestHandler):
                 return self._answer(
                     403, {"error": "You don't have the rights to create a model under the namespace other"}
                 )
-            known = name in hub.private
+            exists = name in hub.private
             private = fields.get("private", fields.get("visibility") == "private")
             hub.private.setdefault(name, private)
-            return self._answer(409 if known else 200, {"url": f"{hub.address}/{name}", "name": name})
+            return self._answer(409 if exists else 200, {"url": f"{hub.address}/{name}", "name": name})
         if path.endswith("/preupload/main"):
             # As the hub says of small files; of large ones the client's own way of sending (xet) is not ours to test.
             files = [

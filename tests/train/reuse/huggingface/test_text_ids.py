@@ -46,7 +46,7 @@ def published(folder: Path, name: str, **generation: int) -> Path:
     return folder
 
 
-def said(main: Any, *words: Any) -> tuple[int, str, str]:
+def run_command(main: Any, *words: Any) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(word) for word in words])
@@ -75,19 +75,19 @@ def test_generation_config_decides_and_alone_says_what_is_forced(tmp_path: Path)
 
 def test_forced_tokens_are_written_by_weights_as_published_and_as_imported(tmp_path: Path) -> None:
     free = published(tmp_path, "t5", **IDS)
-    code, plain, err = said(train, "generate", free, *WORDS, 9)
+    code, plain, err = run_command(train, "generate", free, *WORDS, 9)
     assert code == 0, err
     (free / text_ids.FILE).write_text(json.dumps({**IDS, **FORCED}))
-    code, forced, err = said(train, "generate", free, *WORDS, 9)
+    code, forced, err = run_command(train, "generate", free, *WORDS, 9)
     assert code == 0, err
     assert (forced[0], forced.rstrip("\n")[-1]) == ("h", "!") != (plain[0], plain.rstrip("\n")[-1])
-    assert said(zoo, "import", free, "--out", tmp_path / "in", "--preset", "mup", "--base", "ed-proxy")[0] == 0
-    assert said(train, "generate", tmp_path / "in", *WORDS, 9)[1] == forced
-    assert said(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
+    assert run_command(zoo, "import", free, "--out", tmp_path / "in", "--preset", "mup", "--base", "ed-proxy")[0] == 0
+    assert run_command(train, "generate", tmp_path / "in", *WORDS, 9)[1] == forced
+    assert run_command(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= {**IDS, **FORCED}.items()
-    code, _, err = said(train, "generate", free, "--data.tokenizer", "bytes", "--prompt", "x" * 24)
+    code, _, err = run_command(train, "generate", free, "--data.tokenizer", "bytes", "--prompt", "x" * 24)
     assert (code, "the prompt is 25 tokens, and the model reads 1 to 24" in err) == (2, True)
-    code, _, err = said(train, "eval", free, "--data.name", "text:x")
+    code, _, err = run_command(train, "eval", free, "--data.name", "text:x")
     assert (code, "not what noise it was trained on" in err) == (2, True)
 
 
@@ -98,16 +98,16 @@ def test_text_is_that_of_transformers(name: str, beams: int, tmp_path: Path) -> 
     from transformers import AutoModelForSeq2SeqLM
 
     prompt = torch.tensor([[*b"a text", IDS["eos_token_id"]]])
-    seen = set()
+    texts = set()
     for generation in ({**IDS, **FORCED}, {}):  # by config.json alone at last
-        (tmp_path / str(len(seen))).mkdir()
-        folder = published(tmp_path / str(len(seen)), name, **generation)
+        (tmp_path / str(len(texts))).mkdir()
+        folder = published(tmp_path / str(len(texts)), name, **generation)
         theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, num_beams=beams
         )[0]
         expected = bytes(i for i in theirs.tolist() if i < 256).decode(errors="replace")
-        code, text, err = said(train, "generate", folder, *WORDS, 9, "--beams", beams)
+        code, text, err = run_command(train, "generate", folder, *WORDS, 9, "--beams", beams)
         assert code == 0, err
         assert text.removesuffix("\n").encode() == expected.encode()
-        seen.add(text)
-    assert len(seen) == 2
+        texts.add(text)
+    assert len(texts) == 2

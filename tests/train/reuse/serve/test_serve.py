@@ -50,17 +50,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
     args = command.Serve(workdir=folder, port=0, tokenizer="bytes", chat_template=str(folder / "chat.jinja"))
-    with Server(args.host, args.port) as made:
-        made.service = command.opened_service(args)
-        thread = threading.Thread(target=made.serve_forever, args=(0.01,))
+    with Server(args.host, args.port) as http_server:
+        http_server.service = command.opened_service(args)
+        thread = threading.Thread(target=http_server.serve_forever, args=(0.01,))
         thread.start()
-        yield made
-        made.shutdown()
+        yield http_server
+        http_server.shutdown()
         thread.join()
-        made.service.close()
+        http_server.service.close()
 
 
-def asked(
+def response(
     server: Server, body: Any = None, path: str = "/v1/completions", **headers: str
 ) -> tuple[int, dict[str, Any] | str]:
     """Status and answer of a GET, or of a POST where there is a body."""
@@ -77,7 +77,7 @@ def asked(
 def completion(server: Server, prompt: Any = PROMPT, **fields: Any) -> dict[str, Any]:
     """The answer of a request that must work, greedy and through ends of documents unless it says otherwise."""
     fields = {"temperature": 0, "ignore_eos": True, **fields}
-    status, answer = asked(server, {"prompt": prompt, **fields})
+    status, answer = response(server, {"prompt": prompt, **fields})
     assert status == 200, answer
     assert isinstance(answer, dict)
     return answer
@@ -133,9 +133,9 @@ def test_a_seed_says_every_text_however_many_are_asked_for(server: Server) -> No
     three = completion(server, n=3, **fields)
     assert len({text_of(three, i) for i in range(3)}) == 3
     assert text_of(completion(server, **fields)) == text_of(three)
-    both = completion(server, [PROMPT, "or"], **fields)
-    assert text_of(both) == text_of(three)
-    assert text_of(both, 1) == text_of(completion(server, "or", **{**fields, "seed": 6}))
+    completions = completion(server, [PROMPT, "or"], **fields)
+    assert text_of(completions) == text_of(three)
+    assert text_of(completions, 1) == text_of(completion(server, "or", **{**fields, "seed": 6}))
 
 
 def test_a_stop_of_several_tokens_ends_the_text_before_it(server: Server) -> None:
@@ -147,7 +147,7 @@ def test_a_stop_of_several_tokens_ends_the_text_before_it(server: Server) -> Non
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == whole.find(stop) + len(stop)
     chunks = events(
-        asked(server, {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields})[1]
+        response(server, {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True, **fields})[1]
     )  # pyright: ignore
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text_of(answer)
 
@@ -155,7 +155,7 @@ def test_a_stop_of_several_tokens_ends_the_text_before_it(server: Server) -> Non
 def test_a_stream_is_the_same_text_in_pieces(server: Server) -> None:
     fields = {"prompt": PROMPT, "temperature": 1, "seed": 3, "max_tokens": 20, "n": 2, "echo": True, "ignore_eos": True}
     more = {"stream": True, "stream_options": {"include_usage": True}}
-    *chunks, usage = events(asked(server, {**fields, **more})[1])  # pyright: ignore
+    *chunks, usage = events(response(server, {**fields, **more})[1])  # pyright: ignore
     pieces, ends = ["", ""], {}
     for (choice,) in (chunk["choices"] for chunk in chunks):
         pieces[choice["index"]] += choice["text"]
@@ -185,14 +185,14 @@ def test_logprobs_are_those_of_the_text_and_echo_scores_a_prompt(server: Server)
 def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(server: Server) -> None:
     fields = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
-    status, answer = asked(server, {"messages": messages, **fields, "logprobs": True}, "/v1/chat/completions")
+    status, answer = response(server, {"messages": messages, **fields, "logprobs": True}, "/v1/chat/completions")
     assert status == 200, answer
     assert isinstance(answer, dict)
     message = answer["choices"][0]["message"]
     assert message == {"role": "assistant", "content": text_of(completion(server, "uhi|a", max_tokens=20))}
     content = answer["choices"][0]["logprobs"]["content"]
     assert "".join(each["token"] for each in content) == message["content"]
-    _, stream = asked(server, {"messages": messages, **fields, "stream": True}, "/v1/chat/completions")
+    _, stream = response(server, {"messages": messages, **fields, "stream": True}, "/v1/chat/completions")
     deltas = [chunk["choices"][0]["delta"] for chunk in events(stream)]  # pyright: ignore
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
@@ -227,7 +227,7 @@ def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(serv
     ],
 )  # fmt: skip
 def test_a_wrong_request_is_refused(server: Server, body: Any, status: int, param: str | None, text: str) -> None:
-    code, answer = asked(server, body)
+    code, answer = response(server, body)
     assert code == status, answer
     assert isinstance(answer, dict)
     assert answer["error"]["param"] == param
@@ -236,15 +236,15 @@ def test_a_wrong_request_is_refused(server: Server, body: Any, status: int, para
 
 
 def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> None:
-    assert asked(server, path="/v1/nothing")[0] == 404
-    assert asked(server, path="/v1/completions")[0] == 405
-    assert asked(server, {"prompt": "a"}, Content_Type="text/plain")[0] == 415
-    assert asked(server, path="/health", Host="evil.example")[0] == 403
-    assert asked(server, path="/health", Host=f"localhost:{server.server_port}") == (200, {"status": "ok"})
-    (model,) = asked(server, path="/v1/models")[1]["data"]  # pyright: ignore
+    assert response(server, path="/v1/nothing")[0] == 404
+    assert response(server, path="/v1/completions")[0] == 405
+    assert response(server, {"prompt": "a"}, Content_Type="text/plain")[0] == 415
+    assert response(server, path="/health", Host="evil.example")[0] == 403
+    assert response(server, path="/health", Host=f"localhost:{server.server_port}") == (200, {"status": "ok"})
+    (model,) = response(server, path="/v1/models")[1]["data"]  # pyright: ignore
     assert (model["id"], model["max_model_len"], model["chat"]) == ("tiny", SEQ_LEN, True)
     messages = [{"role": "nobody", "content": "a"}]
-    status, answer = asked(server, {"messages": messages}, "/v1/chat/completions")
+    status, answer = response(server, {"messages": messages}, "/v1/chat/completions")
     assert status == 400
     assert "messages[0] has the role 'nobody'" in answer["error"]["message"]
 
@@ -254,7 +254,7 @@ def test_without_a_template_a_chat_is_refused_and_a_full_queue_says_so(
 ) -> None:
     assert server.service is not None
     monkeypatch.setattr(server.service, "template", None)
-    status, answer = asked(server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
+    status, answer = response(server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
     assert status == 400
     assert "has no chat template" in answer["error"]["message"]
     full = worker.Worker.submit
@@ -263,9 +263,9 @@ def test_without_a_template_a_chat_is_refused_and_a_full_queue_says_so(
         raise worker.BusyError
 
     monkeypatch.setattr(worker.Worker, "submit", submit)
-    assert asked(server, {"prompt": "a"})[0] == 503
+    assert response(server, {"prompt": "a"})[0] == 503
     monkeypatch.setattr(worker.Worker, "submit", full)
-    assert asked(server, {"prompt": "a", "max_tokens": 1})[0] == 200
+    assert response(server, {"prompt": "a", "max_tokens": 1})[0] == 200
 
 
 # The page
@@ -293,7 +293,7 @@ def test_the_page_writes_in_a_browser(server: Server) -> None:
         page.value("document.getElementById('prompt').value = 'hi'; document.getElementById('run').click()")
         page.until(DONE)
         fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "temperature": 0}
-        answer: Any = asked(server, fields, "/v1/chat/completions")[1]
+        answer: Any = response(server, fields, "/v1/chat/completions")[1]
         turns = page.value("[...document.querySelectorAll('.turn')].map(turn => turn.textContent)")
         assert turns == ["hi", answer["choices"][0]["message"]["content"]]
         page.go(f"{server.url}#mode=text&prompt={'a' * 33}&run")
@@ -303,7 +303,7 @@ def test_the_page_writes_in_a_browser(server: Server) -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere(server: Server) -> None:
-    status, page = asked(server, path="/")
+    status, page = response(server, path="/")
     assert status == 200
     assert re.findall(r"""(?:src|href)=["'](?!data:)|https?:|@import|url\(|innerHTML""", str(page)) == []
 
@@ -336,11 +336,11 @@ def test_characters_and_stops_wait_until_they_are_whole() -> None:
 
 
 def test_ctrl_c_ends_the_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
         words = ["serve", str(folder), "--data.tokenizer", "bytes", "--port"]
-        taken.listen()
+        listener.listen()
         assert main([*words, str(port)]) == 2
     assert "write another --port" in capfd.readouterr().err
 

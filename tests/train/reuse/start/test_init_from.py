@@ -27,7 +27,7 @@ FORMS = {
 }
 
 
-def asked(**words: Any) -> InitConfig:
+def init_config(**words: Any) -> InitConfig:
     return InitConfig(init_from="x", **words)
 
 
@@ -36,7 +36,7 @@ class Begun:
 
     def __init__(self, there: ModelConfig, here: ModelConfig, before: Any = SP, after: Any = SP, **words: Any) -> None:
         (self.there, self.before), (self.here, self.after) = side(there, before), side(here, after)
-        self.plan: Plan = plan(self.there, self.here, asked(**words))
+        self.plan: Plan = plan(self.there, self.here, init_config(**words))
         self.old: Any
         self.old, self.fresh = draw(self.there, self.before), draw(self.here, self.after, seed=5)
         self.new = transplant.parameters(self.plan.moves, self.old, self.fresh)

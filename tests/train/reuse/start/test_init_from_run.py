@@ -135,14 +135,14 @@ def test_a_run_is_grown_and_goes_on(here: Path, capsys: pytest.CaptureFixture[st
     largest, top = (float(out.split(word)[1].split()[0].strip(",")) for word in ("differ by at most", "largest being"))
     assert largest < 2e-5 * top
     config = from_json(json.loads(Path("grown/config.json").read_text())["config"])
-    said = next(line for line in out.splitlines() if "--resume" in line).split()
-    assert said[:4] == ["python", "-m", "train", "lm-tiny"]
-    assert cli.parse("lm-tiny", RECIPES["lm-tiny"], said[4:]).config == dataclasses.replace(config, resume=True)
+    command = next(line for line in out.splitlines() if "--resume" in line).split()
+    assert command[:4] == ["python", "-m", "train", "lm-tiny"]
+    assert cli.parse("lm-tiny", RECIPES["lm-tiny"], command[4:]).config == dataclasses.replace(config, resume=True)
     state = runs.whole_state(here / "grown" / "checkpoints" / "4", runs.on_one_device(config))
     assert int(state.step) == 4
     assert state.ema is not None
     np.testing.assert_array_equal(state.ema["block.mlp.down"][1], 0)
-    assert main(said[3:]) == 0
+    assert main(command[3:]) == 0
     assert "resuming lm-tiny at step 4 of 6" in capsys.readouterr().out
     assert set(metrics("grown")) == {5, 6}
     for words, text in (

@@ -56,9 +56,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (path / "text.txt").write_text("adapters of low rank are added to matrices that stay as they are. " * 40)
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
-        code, said = run(f"{RUN} --workdir run")
-        assert code == 0, said
-        assert "adapters of rank 3; tokens of bytes; rate" in said
+        code, output = run(f"{RUN} --workdir run")
+        assert code == 0, output
+        assert "adapters of rank 3; tokens of bytes; rate" in output
         yield path
 
 
@@ -80,8 +80,8 @@ def test_adapters_alone_move_and_have_moments() -> None:
 
 def test_a_run_resumes_bitwise() -> None:
     shutil.copytree("run", "again")
-    code, said = run(f"{RUN} --workdir again --resume --resume-from 2")
-    assert code == 0, said
+    code, output = run(f"{RUN} --workdir again --resume --resume-from 2")
+    assert code == 0, output
     for one, other in zip(*(jax.tree.leaves(state(each)) for each in ("run", "again")), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -116,19 +116,19 @@ def test_push_sends_what_export_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.start()
     for name, value in {"HF_ENDPOINT": hub.address, "HF_TOKEN": TOKEN, "HF_HOME": str(Path("home").absolute())}.items():
         monkeypatch.setenv(name, value)
-    code, said = run("push run --to me/model")
+    code, output = run("push run --to me/model")
     hub.shutdown()
     hub.server_close()
     thread.join()
-    assert code == 0, said
+    assert code == 0, output
     assert hub.files == {path.name: path.read_bytes() for path in Path("model").iterdir()}
 
 
 def test_a_run_that_starts_from_it_has_them_merged() -> None:
-    code, said = run(f"{RUN.replace('weights', 'run').replace('--lora.rank 3', '')} --dry-run")
-    assert code == 0, said
-    assert "lora" not in said
-    assert "0.33 times that of the source, itself fine-tuned by adapters," in said
+    code, output = run(f"{RUN.replace('weights', 'run').replace('--lora.rank 3', '')} --dry-run")
+    assert code == 0, output
+    assert "lora" not in output
+    assert "0.33 times that of the source, itself fine-tuned by adapters," in output
 
 
 @pytest.mark.parametrize(
@@ -142,25 +142,25 @@ def test_a_run_that_starts_from_it_has_them_merged() -> None:
     ],
 )
 def test_wrong_words_are_answered(words: str, message: str) -> None:
-    code, said = run(f"finetune text.txt --from weights --data.tokenizer bytes {words} --dry-run")
-    assert (code, message in said) == (2, True), said
+    code, output = run(f"finetune text.txt --from weights --data.tokenizer bytes {words} --dry-run")
+    assert (code, message in output) == (2, True), output
 
 
 def test_their_moments_are_not_those_of_merged_matrices() -> None:
     start = RUN.replace("weights", "run").replace("--lora.rank 3", "--workdir moments")
-    code, said = run(f"{start} --init-optimizer")
-    assert (code, "trained low-rank adapters, which are merged into their matrices here" in said) == (2, True), said
+    code, output = run(f"{start} --init-optimizer")
+    assert (code, "trained low-rank adapters, which are merged into their matrices here" in output) == (2, True), output
 
 
 def test_adapters_do_not_grow() -> None:
-    code, said = run("grow run --set width=16 num_heads=4 --out larger")
-    assert (code, "holds adapters" in said) == (2, True), said
+    code, output = run("grow run --set width=16 num_heads=4 --out larger")
+    assert (code, "holds adapters" in output) == (2, True), output
 
 
 def test_adapters_without_a_frozen_model_are_refused() -> None:
-    code, said = run("lm-tiny --model.lora.rank 4 --dry-run")
+    code, output = run("lm-tiny --model.lora.rank 4 --dry-run")
     assert code == 2
-    assert "--train-only lora_a lora_b" in said
+    assert "--train-only lora_a lora_b" in output
     with pytest.raises(ConfigError, match="not of an encoder-decoder"):
         dataclasses.replace(RECIPES["ed-tiny"]().model, lora=LoraConfig(rank=2))
 
@@ -178,7 +178,7 @@ def test_what_adapters_add_grows_with_width_under_sp_alone() -> None:
             MODEL, width=width, num_heads=width // 8, num_kv_heads=width // 8, seq_len=4, vocab_size=8, lora=LoraConfig(rank=2, on=("mlp",))
         )  # fmt: skip
         step = None
-        for name, found in norms.items():
+        for name, values in norms.items():
             base = "embed=16,heads=2,kv_heads=2,mlp=24,head_dim=8,layers=1"
             config = dataclasses.replace(
                 start,
@@ -194,7 +194,7 @@ def test_what_adapters_add_grows_with_width_under_sp_alone() -> None:
             for _ in range(4):
                 state, _ = step(state, program.step_inputs(), feed.put(batch))
             a, b = (np.asarray(state.params[f"block.mlp.up_lora.{each}"])[0] for each in "ab")
-            found.append(float(np.linalg.norm(a @ b, 2) * (width / b.shape[1]) ** 0.5))
-    slopes = {name: np.log(found[1] / found[0]) / np.log(WIDTHS[1] / WIDTHS[0]) for name, found in norms.items()}
+            values.append(float(np.linalg.norm(a @ b, 2) * (width / b.shape[1]) ** 0.5))
+    slopes = {name: np.log(values[1] / values[0]) / np.log(WIDTHS[1] / WIDTHS[0]) for name, values in norms.items()}
     assert abs(slopes["mup"]) < 0.15, slopes
     assert slopes["sp"] > 0.3, slopes
