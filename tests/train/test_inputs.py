@@ -147,11 +147,11 @@ def make() -> None:
     decoder = DecoderConfig(**sizes, vocab_size=300, seq_len=16, tied=True)
     vit = ViTConfig(**sizes, image_size=8, patch_size=4, channels=3, num_classes=2, pool="cls")
     random, images = np.random.default_rng(0), ImageInput(("a", "b"), PixelsConfig(fit="squash"))
-    for name, model, seen in (("gpt", decoder, None), ("vit", vit, images)):
+    for name, model, image_input in (("gpt", decoder, None), ("vit", vit, images)):
         shapes = {path: leaf.shape for path, leaf in definition(model).abstract.items()}
         params = {path: random.normal(0, 0.1, shape).astype(np.float32) for path, shape in shapes.items()}
-        made = source.Source(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=seen)
-        files.write_huggingface(made, Path(name), "float32")
+        model_source = source.Source(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=image_input)
+        files.write_huggingface(model_source, Path(name), "float32")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,11 +191,11 @@ def test_there_are_a_hundred() -> None:
 
 @pytest.mark.parametrize(("words", "code", "says"), ROWS, ids=[words for words, *_ in ROWS])
 def test_an_input_has_its_exit_code_and_message(words: str, code: int, says: list[str]) -> None:
-    found, out, err = outcome(words)
-    said = " ".join((err if code else out + err).split()).replace(f"{Path.cwd()}/", "")
-    assert found == code, said
+    exit_code, out, err = outcome(words)
+    output = " ".join((err if code else out + err).split()).replace(f"{Path.cwd()}/", "")
+    assert exit_code == code, output
     for part in says:
-        assert part in said
+        assert part in output
     assert "Traceback" not in out + err
     assert len(err.splitlines()) <= 10
     assert not code or err.count("error: ") == 1

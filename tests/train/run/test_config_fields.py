@@ -95,11 +95,13 @@ def program(config: Config) -> Program:
 @functools.cache
 def numbers(config: Config) -> str:
     """Digest of the abstract state with its shardings, all numbers the step is given, the mesh and how batches lie on it."""
-    made = program(config)
-    leaves, shape = jax.tree.flatten(made.abstract)
-    values = [(np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((made.inputs, made.stds))]
-    mesh = [device.id for device in made.mesh.devices.flat], made.mesh.shape
-    feed = made.eval_feed().rows
+    run_program = program(config)
+    leaves, shape = jax.tree.flatten(run_program.abstract)
+    values = [
+        (np.asarray(leaf).tobytes(), np.shape(leaf)) for leaf in jax.tree.leaves((run_program.inputs, run_program.stds))
+    ]
+    mesh = [device.id for device in run_program.mesh.devices.flat], run_program.mesh.shape
+    feed = run_program.eval_feed().rows
     parts = [(leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves], shape, values, mesh, feed
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -145,19 +147,21 @@ def run(config: Config) -> tuple[list[str], dict[str, Any]]:
         files = {re.sub(r"(/events\.|/checkpoints/\d+/).*", r"\1", str(path)) for path in Path().rglob("*.*")}
         folders = {str(path) for path in Path().rglob("checkpoints/*") if path.name.isdigit()}
         rows = [path.read_text().count("eval_loss") for path in Path().rglob("metrics.jsonl")]
-    said = {
+    course = {
         "evaluations": rows,
         "hangs": "watchdog:" in out.getvalue(),
         "lines": bool(re.search(r"(?m)^step +\d", out.getvalue())),
     }
-    return sorted(files | folders), said
+    return sorted(files | folders), course
 
 
 def slow_run(config: Config) -> Any:
     """`run` where the data take their time."""
     read = TokenData.train_batch
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TokenData, "train_batch", lambda *given: time.sleep(2.5 * (given[1] == 3)) or read(*given))
+        patch.setattr(
+            TokenData, "train_batch", lambda *arguments: time.sleep(2.5 * (arguments[1] == 3)) or read(*arguments)
+        )
         return run.__wrapped__(config)
 
 
@@ -168,8 +172,8 @@ def joined(config: Config) -> Any:
     class Ended(Exception):
         pass
 
-    def initialize(**given: Any) -> None:
-        told.append(given)
+    def initialize(**options: Any) -> None:
+        told.append(options)
         raise Ended
 
     with pytest.MonkeyPatch.context() as patch:

@@ -54,12 +54,12 @@ def test_the_rules_numbers_are_those_that_train(scaled: Done):
 
 
 def test_the_header_and_the_record_say_so(scaled: Done):
-    said = (
+    message = (
         "joint sde at 4 times the base's batch, 1 times its tokens: peak_lr 0.04, b1 0.6, b2 0.8, eps 5e-09, "
         "weight_decay 0.0006, warmup_steps 3"
     )
     plain = " ".join(scaled.out.split())
-    assert said in plain
+    assert message in plain
     assert "the noise scale, which is not known here: measure it with `python -m train noise WORKDIR`" in plain
     record = json.loads(Path("sde", "config.json").read_text())
     assert record["config"]["preset"]["base"] == "lm-proxy,batch=4,tokens=1280"

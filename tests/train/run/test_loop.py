@@ -140,12 +140,12 @@ def test_metrics_have_a_row_per_step_and_per_evaluation(plain: Done) -> None:
         assert row["loss"] > 0 < row["grad_norm"]
     assert steps[0]["lr"] == pytest.approx(steps[1]["lr"] / 2)
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
-    found = evaluations("plain")
-    assert [row["step"] for row in found] == [4, STEPS]
-    for row in found:
+    records = evaluations("plain")
+    assert [row["step"] for row in records] == [4, STEPS]
+    for row in records:
         assert row.keys() == {"step", "eval_loss", "eval_accuracy"}
         assert 0 < row["eval_accuracy"] < 1
-    assert found[1]["eval_loss"] < found[0]["eval_loss"] < steps[0]["loss"]
+    assert records[1]["eval_loss"] < records[0]["eval_loss"] < steps[0]["loss"]
 
 
 @pytest.mark.core
@@ -179,9 +179,9 @@ def test_a_profile_of_the_steps_asked_for(folder: Path) -> None:
     events = json.loads(gzip.decompress(timeline.read_bytes()))["traceEvents"]
     steps = {int(event["args"]["step_num"]) for event in events if event.get("name") == "train"}
     assert steps == {2, 3}
-    said = " ".join(done.out.split())
-    assert "profile from step 2 in" in said
-    assert "xprof --port" in said
+    output = " ".join(done.out.split())
+    assert "profile from step 2 in" in output
+    assert "xprof --port" in output
 
 
 @pytest.mark.core
@@ -255,11 +255,11 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     def reversed_(leaf: jax.ShapeDtypeStruct) -> Format:
         return Format(Layout(tuple(range(leaf.ndim))[::-1]), leaf.sharding)
 
-    seen: list[tuple[int, ...]] = []
+    orders: list[tuple[int, ...]] = []
 
-    def placed(self: Program, given: TrainState, step: jax.stages.Compiled) -> TrainState:
-        state = unpatched(self, given, step)
-        seen.extend(leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
+    def placed(self: Program, start: TrainState, step: jax.stages.Compiled) -> TrainState:
+        state = unpatched(self, start, step)
+        orders.extend(leaf.format.layout.major_to_minor for leaf in jax.tree.leaves(state) if leaf.ndim > 1)
         return state
 
     unpatched = Program.placed
@@ -267,16 +267,16 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     monkeypatch.setattr(Program, "free", True)
     monkeypatch.setattr(compile, "free_format", reversed_)
     assert train("--workdir", "free").code == 0
-    assert seen
-    assert all(order == tuple(range(len(order)))[::-1] for order in seen)
+    assert orders
+    assert all(order == tuple(range(len(order)))[::-1] for order in orders)
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose([r[name] for r in rows("free")], [r[name] for r in rows("plain")], rtol=1e-5)
     got, want = evaluations("free"), evaluations("plain")
     assert [r["eval_loss"] for r in got] == pytest.approx([r["eval_loss"] for r in want], rel=1e-5)
-    seen.clear()
+    orders.clear()
     words = ("--resume", "--resume-change", "schedule", "--steps", str(STEPS + 1))
     assert train("--workdir", "free", *words).code == 0
-    assert seen
+    assert orders
 
 
 @pytest.mark.usefixtures("own_programs")

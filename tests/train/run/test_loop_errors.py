@@ -28,13 +28,13 @@ def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
     last = metrics.read(Path("diverged/metrics.jsonl"))[-1]
     assert {"loss", "grad_norm"} & last["nonfinite"].keys()
     assert last["step"] < STEPS
-    kept = [int(path.name) for path in Path("diverged/checkpoints").glob("[0-9]*")]
-    assert all(step < last["step"] for step in kept)
+    steps = [int(path.name) for path in Path("diverged/checkpoints").glob("[0-9]*")]
+    assert all(step < last["step"] for step in steps)
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--data.name text:nowhere.txt", "nowhere.txt"),
         (
@@ -56,12 +56,14 @@ def test_a_run_that_diverges_fails_and_says_what_to_try(folder: Path) -> None:
         ("--profile 5:9", "log.profile 5:9 ends after the last step, which is 6; write a STOP of at most 7"),
     ],
 )
-def test_bad_input_is_answered_shortly_and_leaves_nothing(words: str, said: str, folder: Path, tmp_path: Path) -> None:
+def test_bad_input_is_answered_shortly_and_leaves_nothing(
+    words: str, message: str, folder: Path, tmp_path: Path
+) -> None:
     workdir = tmp_path / "new"
     tiny = TINY if "vit" not in words else "--steps 2"
     done = train("--workdir", str(workdir), *words.split(), tiny=tiny)
     assert done.code == 2
-    assert said in done.err
+    assert message in done.err
     assert "Traceback" not in done.err
     assert len(done.err.splitlines()) <= 10
     left = {path.name for path in workdir.iterdir()} if workdir.exists() else set()
@@ -72,12 +74,12 @@ def test_bad_input_is_answered_shortly_and_leaves_nothing(words: str, said: str,
 def test_what_the_data_say_while_the_run_goes_on_reaches_the_user(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = TokenData.train_batch
+    train_batch = TokenData.train_batch
 
     def gone(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
         if k >= 3:
             raise DataError("shard 3 is gone; copy it again")
-        return made(data, k, rows)
+        return train_batch(data, k, rows)
 
     monkeypatch.setattr(TokenData, "train_batch", gone)
     done = train("--workdir", "torn", "--log.no-tensorboard")

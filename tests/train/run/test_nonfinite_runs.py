@@ -26,7 +26,7 @@ CONFIG = Config(
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Program, Any]:
+def program_and_step() -> tuple[Program, Any]:
     config = dataclasses.replace(CONFIG, ema=dataclasses.replace(CONFIG.ema, decay=0.5))
     program = assemble(config, jax.devices()[:1])
     return program, program.compile_train()
@@ -49,32 +49,32 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.core
-def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(made: tuple[Program, Any]) -> None:
-    program, step = made
+def test_a_bad_step_moves_nothing_but_the_step_and_the_counters(program_and_step: tuple[Program, Any]) -> None:
+    program, step = program_and_step
     state, numbers = program.initial_state(), program.step_inputs()
     state, _ = step(state, numbers, batch_of())
     before = copied(state)
     for count in (1, 2):
-        state, found = step(state, numbers, batch_of(np.nan))
-        assert found["verdict"].tolist() == [1, 0, count]
+        state, metrics = step(state, numbers, batch_of(np.nan))
+        assert metrics["verdict"].tolist() == [1, 0, count]
         assert (int(state.step), int(state.health.skipped), int(state.health.in_a_row)) == (1 + count, count, count)
         assert same((state.params, state.opt_state, state.ema), (before.params, before.opt_state, before.ema))
         assert np.isfinite(state.health.mean)
     # As if the bad steps had not been, but for the schedule.
-    state, found = step(state, numbers, batch_of())
-    assert found["verdict"].tolist() == [0, 0, 0]
+    state, metrics = step(state, numbers, batch_of())
+    assert metrics["verdict"].tolist() == [0, 0, 0]
     assert (int(state.health.skipped), int(state.health.in_a_row)) == (2, 0)
     for part in ("params", "opt_state", "ema"):  # control: a good step does move them
         assert not same(getattr(state, part), getattr(before, part))
 
 
 @pytest.mark.core
-def test_the_first_parameter_is_named_with_its_role_and_layer(made: tuple[Program, Any]) -> None:
-    program, step = made
+def test_the_first_parameter_is_named_with_its_role_and_layer(program_and_step: tuple[Program, Any]) -> None:
+    program, step = program_and_step
     specs, shapes = program.definition.specs, program.definition.abstract
-    _, found = step(program.initial_state(), program.step_inputs(), batch_of())
-    squares = np.array(found["squares"])
-    assert np.sqrt(squares.sum()) == pytest.approx(float(found["grad_norm"]), rel=1e-6)
+    _, metrics = step(program.initial_state(), program.step_inputs(), batch_of())
+    squares = np.array(metrics["squares"])
+    assert np.sqrt(squares.sum()) == pytest.approx(float(metrics["grad_norm"]), rel=1e-6)
     assert bad_numbers.culprit(squares, specs, shapes) is None
     names = list(specs)
     stacked = next(name for name in names if specs[name].axes[0] == "layers")

@@ -25,13 +25,13 @@ class Source:
     """Numbers from 0, and what became of them."""
 
     def __init__(self, stop: int, error: Exception | None = None) -> None:
-        self.made, self.closed, self.thread = 0, False, threading.current_thread()
+        self.count, self.closed, self.thread = 0, False, threading.current_thread()
         self._stop, self._error = stop, error
 
     def batches(self) -> Generator[int, None, None]:
         try:
             for number in range(self._stop):
-                self.made, self.thread = number + 1, threading.current_thread()
+                self.count, self.thread = number + 1, threading.current_thread()
                 yield number
             if self._error:
                 raise self._error
@@ -53,11 +53,11 @@ def test_every_batch_comes_once_in_order_and_then_the_end() -> None:
 def test_it_runs_ahead_so_far_and_no_further(depth: int) -> None:
     source = Source(100)
     with Prefetch(source.batches(), lambda number: number, depth) as ahead:
-        until(lambda: source.made == depth + 1)
+        until(lambda: source.count == depth + 1)
         time.sleep(0.02)
-        assert source.made == depth + 1  # One more in the thread's hands.
+        assert source.count == depth + 1  # One more in the thread's hands.
         assert next(ahead) == 0
-        until(lambda: source.made == depth + 2)
+        until(lambda: source.count == depth + 2)
 
 
 @pytest.mark.parametrize("where", ["source", "put"])
@@ -82,7 +82,7 @@ def test_an_error_reaches_the_caller_after_the_batches_before_it(where: str) -> 
 def test_closing_early_ends_the_thread_and_the_source() -> None:
     source = Source(10**9)
     ahead = Prefetch(source.batches(), lambda number: number, 1)
-    until(lambda: source.made == 2)  # It waits for room now.
+    until(lambda: source.count == 2)  # It waits for room now.
     ahead.close()
     assert source.closed
     assert not source.thread.is_alive()

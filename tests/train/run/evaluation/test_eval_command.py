@@ -73,13 +73,13 @@ def rows(workdir: str) -> dict[int, dict[str, Any]]:
 
 @pytest.mark.parametrize("step", [2, 4])
 def test_the_numbers_are_those_of_the_run_at_that_step(step: int) -> None:
-    found, out = evaluated("lm", "--step", str(step))
-    assert (found["loss"], found["accuracy"]) == (rows("lm")[step]["eval_loss"], rows("lm")[step]["eval_accuracy"])
-    assert (found["step"], found["weights"], found["data_of_the_run"]) == (step, "ema", True)
-    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] / np.log(2))
-    assert (found["examples"], found["targets"]) == (100, 1600)
-    assert f"{found['loss']:.4f} nats" in out
+    record, out = evaluated("lm", "--step", str(step))
+    assert (record["loss"], record["accuracy"]) == (rows("lm")[step]["eval_loss"], rows("lm")[step]["eval_accuracy"])
+    assert (record["step"], record["weights"], record["data_of_the_run"]) == (step, "ema", True)
+    assert record["perplexity"] == pytest.approx(np.exp(record["loss"]))
+    assert record["bits_per_byte"] == pytest.approx(record["loss"] / np.log(2))
+    assert (record["examples"], record["targets"]) == (100, 1600)
+    assert f"{record['loss']:.4f} nats" in out
     assert "moving average" in out
 
 
@@ -91,21 +91,21 @@ def test_the_newest_step_is_meant_and_a_step_may_be_named_by_its_folder() -> Non
 
 
 def test_the_parameters_themselves_have_other_numbers() -> None:
-    found, out = evaluated("lm", "--no-ema", "--mesh.data", "4", "--mesh.fsdp", "2")
-    assert found["weights"] == "params"
-    assert abs(found["loss"] - rows("lm")[4]["eval_loss"]) > 1e-4
+    record, out = evaluated("lm", "--no-ema", "--mesh.data", "4", "--mesh.fsdp", "2")
+    assert record["weights"] == "params"
+    assert abs(record["loss"] - rows("lm")[4]["eval_loss"]) > 1e-4
     assert "moving average" not in out
 
 
 def test_images_are_evaluated_too() -> None:
-    found, _ = evaluated("vit")
-    assert (found["loss"], found["accuracy"]) == (rows("vit")[2]["eval_loss"], rows("vit")[2]["eval_accuracy"])
-    assert "bits_per_byte" not in found
+    record, _ = evaluated("vit")
+    assert (record["loss"], record["accuracy"]) == (rows("vit")[2]["eval_loss"], rows("vit")[2]["eval_accuracy"])
+    assert "bits_per_byte" not in record
 
 
 def test_other_data_is_named_as_such() -> None:
-    found, out = evaluated("lm", "--data.name", "text:other.txt", "--data.eval-examples", "64")
-    assert (found["data_of_the_run"], found["examples"]) == (False, 64)
+    record, out = evaluated("lm", "--data.name", "text:other.txt", "--data.eval-examples", "64")
+    assert (record["data_of_the_run"], record["examples"]) == (False, 64)
     assert "other data than the run's" in out
 
 
@@ -157,7 +157,7 @@ def test_nothing_to_continue_begins_a_document() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("eval nothing", "nothing holds no run"),
         ("eval lm --step 3", "lm has no checkpoint of step 3; there are 2, 4"),
@@ -175,10 +175,10 @@ def test_nothing_to_continue_begins_a_document() -> None:
         ("generate lm --prompt a --samples 0", "--samples is 0; write a whole number of at least 1"),
     ],
 )
-def test_bad_input_is_one_clear_message(words: str, said: str) -> None:
+def test_bad_input_is_one_clear_message(words: str, message: str) -> None:
     code, _, err = run(*words.split())
     assert code == 2
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) <= 10
 
 
@@ -213,15 +213,15 @@ def test_a_run_without_its_tokenizer_is_refused() -> None:
 def test_weights_alone_write_and_are_evaluated_as_their_run() -> None:
     assert zoo(["export", "lm", "--out", "exported"]) == 0
     assert zoo(["import", "exported", "--out", "imported", "--preset", "mup", "--base", "lm-proxy"]) == 0
-    asked = ["--prompt", "def ", "--tokens", "8", "--temperature", "0"]
-    code, text, _ = run("generate", "lm", "--no-ema", *asked)
+    flags = ["--prompt", "def ", "--tokens", "8", "--temperature", "0"]
+    code, text, _ = run("generate", "lm", "--no-ema", *flags)
     numbers, _ = evaluated("lm", "--no-ema")
     other = ["--data.name", "text:text.txt", "--data.tokenizer", "bytes", "--data.eval-examples", "100"]
     for name in ("exported", "imported"):
-        assert run("generate", name, *asked, "--data.tokenizer", "bytes")[:2] == (code, text) != (0, "def \n")
-        found, table = evaluated(name, *other)
-        assert found["loss"] == pytest.approx(numbers["loss"], abs=1e-5)
-        assert found["step"] is None
+        assert run("generate", name, *flags, "--data.tokenizer", "bytes")[:2] == (code, text) != (0, "def \n")
+        record, table = evaluated(name, *other)
+        assert record["loss"] == pytest.approx(numbers["loss"], abs=1e-5)
+        assert record["step"] is None
         assert table.startswith(f"{name} on text:text.txt\n")
     wrong = {
         "generate exported --prompt a": "no tokenizer at exported/tokenizer.json; write data.tokenizer as bytes",

@@ -49,12 +49,12 @@ def evaluations(workdir: str) -> list[dict[str, Any]]:
 
 
 def test_every_set_has_its_numbers_in_the_row_of_an_evaluation(sets: Done) -> None:
-    found = evaluations("sets")
-    assert [row["step"] for row in found] == [2, 3]
-    for row in found:
+    records = evaluations("sets")
+    assert [row["step"] for row in records] == [2, 3]
+    for row in records:
         assert (row["eval/own/loss"], row["eval/own/accuracy"]) == (row["eval_loss"], row["eval_accuracy"])
         assert row["eval/my_other/loss"] != row["eval_loss"], "control: another text has other numbers"
-    tags = scalars(found[0])
+    tags = scalars(records[0])
     assert {"eval/loss", "eval/own/loss", "eval/my_other/accuracy"} <= tags.keys()
     assert "  on my_other" in sets.out
     assert "nats/byte, accuracy" in sets.out
@@ -65,10 +65,10 @@ def test_every_set_has_its_numbers_in_the_row_of_an_evaluation(sets: Done) -> No
 def test_eval_has_the_same_numbers_of_the_run_s_sets_and_of_others(sets: Done) -> None:
     code, out, err = run("eval", "sets", "--json", "found.json")
     assert (code, err) == (0, "")
-    row, found = evaluations("sets")[-1], json.loads(Path("found.json").read_text())
+    row, record = evaluations("sets")[-1], json.loads(Path("found.json").read_text())
     for name in ("own", "my_other"):
-        assert found["sets"][name]["loss"] == row[f"eval/{name}/loss"]
-        assert found["sets"][name]["accuracy"] == row[f"eval/{name}/accuracy"]
+        assert record["sets"][name]["loss"] == row[f"eval/{name}/loss"]
+        assert record["sets"][name]["accuracy"] == row[f"eval/{name}/accuracy"]
     assert "text:other.txt" in out
     assert run("eval", "sets", "--data.name", "text:other.txt", "--data.evaluate", "--json", "other.json")[0] == 0
     other = json.loads(Path("other.json").read_text())

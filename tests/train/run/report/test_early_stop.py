@@ -67,7 +67,7 @@ def test_of_accuracies_more_is_better_and_the_last_step_is_the_end_anyway() -> N
 
 def test_a_stopped_run_is_done_and_stays_so_unless_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {1: 5.0, 2: 3.0, 3: 2.9, 4: 2.8, 5: 2.0, 6: 1.9, 7: 1.8}
-    seen = scripted(monkeypatch, losses)
+    evaluations = scripted(monkeypatch, losses)
     flags = ("--workdir", "stopped", *WORDS, "--stop.patience", "2", "--stop.min-delta", "0.5")
     done = train(*flags)
     assert done.code == 0, done.err
@@ -84,11 +84,11 @@ def test_a_stopped_run_is_done_and_stays_so_unless_asked(folder: Path, monkeypat
     assert [row for row in metrics.read("stopped/metrics.jsonl") if "perf_data_wait" not in row] == [
         row for row in before if "perf_data_wait" not in row
     ]
-    assert seen == [1, 2, 3, 4]
+    assert evaluations == [1, 2, 3, 4]
 
     on = train(*flags[:-4], "--stop.patience", "3", "--stop.min-delta", "0.5", "--resume")
     assert on.code == 0, on.err
-    assert seen == [*range(1, STEPS + 1)], "the count goes on: step 5 is an improvement"
+    assert evaluations == [*range(1, STEPS + 1)], "the count goes on: step 5 is an improvement"
     assert "stopped early" not in on.out
 
 

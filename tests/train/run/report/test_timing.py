@@ -23,84 +23,84 @@ def session(*, peak: float | None = None, memory: int | None = None) -> tuple[Ti
     return Timing("tokens", 3e6, peak, 12.5, lambda: memory, clock), clock
 
 
-def steps(found: Timing, *seconds: float, units: int = 700, waited: float = 0.0) -> None:
+def steps(timer: Timing, *seconds: float, units: int = 700, waited: float = 0.0) -> None:
     for each in seconds:
-        found.step(each, units, waited)
+        timer.step(each, units, waited)
 
 
 def test_the_first_step_of_a_session_counts_nowhere() -> None:
-    found, _ = session()
-    assert found.row() == {}
-    steps(found, 60.0)
-    assert found.row() == {}
-    assert found.facts() == {}
-    steps(found, 0.1, 0.1)
-    assert found.row()["perf_step_seconds_p99"] == 0.1
-    assert found.facts()["step"].startswith("100 ms median, p90 100 ms, p99 100 ms")
+    timer, _ = session()
+    assert timer.row() == {}
+    steps(timer, 60.0)
+    assert timer.row() == {}
+    assert timer.facts() == {}
+    steps(timer, 0.1, 0.1)
+    assert timer.row()["perf_step_seconds_p99"] == 0.1
+    assert timer.facts()["step"].startswith("100 ms median, p90 100 ms, p99 100 ms")
 
 
 def test_a_row_covers_the_steps_since_the_last_one_and_the_end_all() -> None:
-    found, _ = session()
-    steps(found, 60.0, *[0.1] * 50, *[0.2] * 40, *[0.3] * 9, 7.0)
-    row = found.row()
+    timer, _ = session()
+    steps(timer, 60.0, *[0.1] * 50, *[0.2] * 40, *[0.3] * 9, 7.0)
+    row = timer.row()
     assert [row[f"perf_step_seconds_p{percent}"] for percent in (50, 90, 99)] == [0.1, 0.2, 0.3]
     seconds = 50 * 0.1 + 40 * 0.2 + 9 * 0.3 + 7
     assert row["perf_flops_per_second"] == pytest.approx(100 * 700 * 3e6 / seconds, rel=1e-4)
-    steps(found, 0.5)
-    row = found.row()
+    steps(timer, 0.5)
+    row = timer.row()
     assert [row[f"perf_step_seconds_p{percent}"] for percent in (50, 90, 99)] == [0.5] * 3
     assert row["perf_flops_per_second"] == pytest.approx(700 * 3e6 / 0.5)
-    assert found.facts()["step"].startswith("200 ms median, p90 300 ms, p99 500 ms")
+    assert timer.facts()["step"].startswith("200 ms median, p90 300 ms, p99 500 ms")
 
 
 def test_waiting_is_a_share_of_the_time() -> None:
-    found, _ = session()
-    steps(found, 60.0, waited=55.0)
-    steps(found, 0.1, 0.1, 0.1)
-    steps(found, 0.1, waited=0.08)
-    assert found.row()["perf_data_wait"] == pytest.approx(0.2)
-    assert found.facts()["step"].endswith("waiting for data 20.0 %")
+    timer, _ = session()
+    steps(timer, 60.0, waited=55.0)
+    steps(timer, 0.1, 0.1, 0.1)
+    steps(timer, 0.1, waited=0.08)
+    assert timer.row()["perf_data_wait"] == pytest.approx(0.2)
+    assert timer.facts()["step"].endswith("waiting for data 20.0 %")
 
 
 def test_utilization_and_memory_only_where_they_are_known() -> None:
-    found, _ = session()
-    steps(found, 1.0, 0.1)
-    row, facts = found.row(), found.facts()
+    timer, _ = session()
+    steps(timer, 1.0, 0.1)
+    row, facts = timer.row(), timer.facts()
     assert not {"perf_mfu", "perf_memory_peak_bytes"} & row.keys()
     assert facts["device"] == "21.0G FLOP/s"
-    found, _ = session(peak=4.2e10, memory=3 * 2**29)
-    steps(found, 1.0, 0.1)
-    row, facts = found.row(), found.facts()
+    timer, _ = session(peak=4.2e10, memory=3 * 2**29)
+    steps(timer, 1.0, 0.1)
+    row, facts = timer.row(), timer.facts()
     assert row["perf_mfu"] == pytest.approx(0.5)
     assert row["perf_memory_peak_bytes"] == 3 * 2**29
     assert facts["device"] == "21.0G FLOP/s, MFU 50.0 %, at most 1.50 GiB in use"
 
 
 def test_compiling_is_in_the_first_row_only_and_at_the_end() -> None:
-    found, _ = session()
-    steps(found, 1.0, 0.1)
-    assert found.row()["perf_compile_seconds"] == 12.5
-    steps(found, 0.1)
-    assert "perf_compile_seconds" not in found.row()
-    assert found.facts()["compile"] == "12.5 s"
+    timer, _ = session()
+    steps(timer, 1.0, 0.1)
+    assert timer.row()["perf_compile_seconds"] == 12.5
+    steps(timer, 0.1)
+    assert "perf_compile_seconds" not in timer.row()
+    assert timer.facts()["compile"] == "12.5 s"
 
 
 def test_a_row_is_due_at_an_interval() -> None:
-    found, clock = session()
-    assert not found.due
+    timer, clock = session()
+    assert not timer.due
     clock.now += timing.INTERVAL_S
-    assert found.due
-    found.row()
-    assert not found.due
+    assert timer.due
+    timer.row()
+    assert not timer.due
 
 
 def test_every_key_is_explained_where_the_file_is() -> None:
-    found, _ = session(peak=1e12, memory=1)
-    steps(found, 1.0, 0.1)
+    timer, _ = session(peak=1e12, memory=1)
+    steps(timer, 1.0, 0.1)
     explained = (metrics.__doc__ or "").replace(
         "_p50, _p90, _p99:", "_p50, perf_step_seconds_p90, perf_step_seconds_p99:"
     )
-    assert [key for key in found.row() if f"{key}:" not in explained and f"{key}," not in explained] == []
+    assert [key for key in timer.row() if f"{key}:" not in explained and f"{key}," not in explained] == []
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is done to the profiler, in order, with pauses and notes between."""
     done: list[str] = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: done.append(f"start {folder}"))
@@ -27,60 +27,60 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
-def profile(steps: range | None, said: list[str]) -> Profile:
+def profile(steps: range | None, events: list[str]) -> Profile:
     @contextlib.contextmanager
     def paused() -> Iterator[None]:
-        said.append("pause")
+        events.append("pause")
         yield
-        said.append("go on")
+        events.append("go on")
 
-    return Profile(steps, Path("there"), paused, lambda text: said.append(text.partition(" in ")[0]))
+    return Profile(steps, Path("there"), paused, lambda text: events.append(text.partition(" in ")[0]))
 
 
-def run(steps: range | None, count: int, said: list[str]) -> None:
-    with contextlib.closing(profile(steps, said)) as found:
+def run(steps: range | None, count: int, events: list[str]) -> None:
+    with contextlib.closing(profile(steps, events)) as profiler:
         for number in range(1, count + 1):
-            with found.step(number):
-                said.append(f"step {number}")
+            with profiler.step(number):
+                events.append(f"step {number}")
 
 
-def test_it_begins_before_the_first_step_asked_for_and_ends_after_the_last(said: list[str]) -> None:
-    run(range(2, 4), 4, said)
-    assert said == [
+def test_it_begins_before_the_first_step_asked_for_and_ends_after_the_last(events: list[str]) -> None:
+    run(range(2, 4), 4, events)
+    assert events == [
         *("step 1", "pause", "start there", "go on", "step 2", "step 3"),
         *("pause", "stop", "profile from step 2", "go on", "step 4"),
     ]
 
 
-def test_it_ends_with_the_loop(said: list[str]) -> None:
-    run(range(2, 4), 3, said)
-    assert said[-3:] == ["step 3", "stop", "profile from step 2"]
+def test_it_ends_with_the_loop(events: list[str]) -> None:
+    run(range(2, 4), 3, events)
+    assert events[-3:] == ["step 3", "stop", "profile from step 2"]
 
 
-def test_it_ends_when_the_loop_fails(said: list[str]) -> None:
+def test_it_ends_when_the_loop_fails(events: list[str]) -> None:
     with (
         pytest.raises(OSError, match="disk"),
-        contextlib.closing(profile(range(1, 9), said)) as found,
-        found.step(1),
+        contextlib.closing(profile(range(1, 9), events)) as profiler,
+        profiler.step(1),
     ):
         raise OSError("disk full")
-    assert said[-2:] == ["stop", "profile from step 1"]
+    assert events[-2:] == ["stop", "profile from step 1"]
 
 
-def test_a_run_resumed_within_the_range_traces_the_rest_and_one_after_it_nothing(said: list[str]) -> None:
-    with contextlib.closing(profile(range(2, 4), said)) as found, found.step(3):
+def test_a_run_resumed_within_the_range_traces_the_rest_and_one_after_it_nothing(events: list[str]) -> None:
+    with contextlib.closing(profile(range(2, 4), events)) as profiler, profiler.step(3):
         pass
-    assert "start there" in said
-    said.clear()
-    with contextlib.closing(profile(range(2, 4), said)) as found, found.step(4):
+    assert "start there" in events
+    events.clear()
+    with contextlib.closing(profile(range(2, 4), events)) as profiler, profiler.step(4):
         pass
-    assert said == []
+    assert events == []
 
 
 @pytest.mark.parametrize("steps", [None, range(0)])
-def test_control_nothing_asked_for_nothing_done(steps: range | None, said: list[str]) -> None:
-    run(steps, 3, said)
-    assert said == ["step 1", "step 2", "step 3"]
+def test_control_nothing_asked_for_nothing_done(steps: range | None, events: list[str]) -> None:
+    run(steps, 3, events)
+    assert events == ["step 1", "step 2", "step 3"]
 
 
 @pytest.mark.parametrize("text", ["", "3", "3:", ":3", "3:3", "4:3", "0:3", "-1:3", "a:b", "1:2:3", "1.5:3", "²:3"])

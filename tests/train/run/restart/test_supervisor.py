@@ -94,16 +94,16 @@ def test_a_crash_is_followed_by_another_attempt_from_the_newest_checkpoint(capfd
         (2, 1, 20, "error: no memory"),
         (3, 0, 30, ""),
     ]
-    said = capfd.readouterr().err.splitlines()
-    assert said[0] == "so far so good"
-    assert said[1].startswith("attempt 1 ended after step 7 and 0:00:0")
-    assert "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 0 s (1 of 3)" in said[1]
-    assert said[2] == "error: no memory"
-    assert said[3].endswith("exit code 1; starting again in 0 s (2 of 3)")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "so far so good"
+    assert lines[1].startswith("attempt 1 ended after step 7 and 0:00:0")
+    assert "killed by SIGKILL (by a person, a scheduler or the kernel); starting again in 0 s (1 of 3)" in lines[1]
+    assert lines[2] == "error: no memory"
+    assert lines[3].endswith("exit code 1; starting again in 0 s (2 of 3)")
 
 
 @pytest.mark.parametrize(
-    ("plan", "code", "said"),
+    ("plan", "code", "message"),
     [
         (["7||1", "9||-11"], 139, "killed by SIGSEGV (a segmentation fault); attempt 1 ended there too, so it is not"),
         (["-1|x|1", "-1|x|1"], 1, "ended before its first step and"),
@@ -111,11 +111,11 @@ def test_a_crash_is_followed_by_another_attempt_from_the_newest_checkpoint(capfd
     ],
 )
 def test_it_stops_where_the_same_step_fails_twice_or_no_attempt_is_left(
-    plan: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]
+    plan: list[str], code: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert supervised(*plan, "30||0") == code
     assert len(started()) == len(plan)
-    assert said in capfd.readouterr().err.splitlines()[-1]
+    assert message in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_another_failure_before_the_first_step_is_another_failure() -> None:
@@ -142,9 +142,9 @@ def test_a_kill_for_memory_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     counts = iter((3, 4, 4, 4))
     monkeypatch.setattr(child, "_kills_for_memory", lambda: next(counts))
     assert supervised("7||-9", "30||-9", most=1) == 137
-    said = capfd.readouterr().err
-    assert "attempt 1 ended after step 7" in said
-    assert said.count("killed by SIGKILL (out of memory)") == 1
+    err = capfd.readouterr().err
+    assert "attempt 1 ended after step 7" in err
+    assert err.count("killed by SIGKILL (out of memory)") == 1
 
 
 def test_an_unwritable_file_of_attempts_ends_nothing(capfd: pytest.CaptureFixture[str]) -> None:

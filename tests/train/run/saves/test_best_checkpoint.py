@@ -57,7 +57,7 @@ def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def kept(folder: Path) -> Done:
+def best_run(folder: Path) -> Done:
     """A run whose best two checkpoints are those of steps 2 and 4."""
     bests, prune = [], selection.CheckpointFolder.prune
 
@@ -76,13 +76,13 @@ def kept(folder: Path) -> Done:
     return done
 
 
-def test_the_best_checkpoints_stay_beside_the_newest(kept: Done) -> None:
+def test_the_best_checkpoints_stay_beside_the_newest(best_run: Done) -> None:
     assert checkpoints("kept") == [2, 4, LAST]
     assert selection.ranked(Path("kept/checkpoints"), "eval_loss") == [2, 4, LAST], "of equal ones the first"
     assert selection.ranked(Path("kept/checkpoints"), "eval_accuracy") == [4, 2, LAST]
 
 
-def test_control_without_it_the_newest_alone_stay(kept: Done, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_without_it_the_newest_alone_stay(best_run: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, LOSSES)
     assert train("--workdir", "newest", *BEST[:-2]).code == 0
     assert checkpoints("newest") == [LAST]
@@ -91,7 +91,7 @@ def test_control_without_it_the_newest_alone_stay(kept: Done, monkeypatch: pytes
         saved_run.find(Path("newest"), "best")
 
 
-def test_the_highest_accuracy_is_the_best(kept: Done, untrained: list, tmp_path: Path) -> None:
+def test_the_highest_accuracy_is_the_best(best_run: Done, untrained: list, tmp_path: Path) -> None:
     shutil.copytree("kept", tmp_path / "run")
     words = (
         *BEST[:-1],
@@ -107,7 +107,7 @@ def test_the_highest_accuracy_is_the_best(kept: Done, untrained: list, tmp_path:
     assert saved_run.find(tmp_path / "run", "best").step == 4
 
 
-def test_the_best_is_named_wherever_a_step_is(kept: Done) -> None:
+def test_the_best_is_named_wherever_a_step_is(best_run: Done) -> None:
     best = Path("kept/checkpoints/best")
     assert saved_run.find(Path("kept"), "best").step == saved_run.find(best).step == 2
     assert source.located(best) == Path("kept/checkpoints/2").absolute()
@@ -118,7 +118,9 @@ def test_the_best_is_named_wherever_a_step_is(kept: Done) -> None:
 
 
 @pytest.mark.parametrize("lost", [None, "kill", "damage"])
-def test_what_is_best_is_read_from_what_is_saved(lost: str | None, kept: Done, untrained: list, tmp_path: Path) -> None:
+def test_what_is_best_is_read_from_what_is_saved(
+    lost: str | None, best_run: Done, untrained: list, tmp_path: Path
+) -> None:
     """A kill before an evaluation was kept in its checkpoint, or a damaged file, takes no checkpoint from the best."""
     copy = tmp_path / "run"
     shutil.copytree("kept", copy)
@@ -139,7 +141,7 @@ def test_what_is_best_is_read_from_what_is_saved(lost: str | None, kept: Done, u
 
 
 def test_a_run_goes_on_from_any_step_and_what_came_after_is_a_run_of_its_own(
-    kept: Done, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    best_run: Done, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree("kept", copy)
@@ -174,7 +176,7 @@ def test_a_run_goes_on_from_any_step_and_what_came_after_is_a_run_of_its_own(
     ],
 )
 def test_a_step_that_cannot_be_gone_back_to_changes_nothing(
-    flags: str, harm: str | None, message: str, kept: Done, untrained: list, tmp_path: Path
+    flags: str, harm: str | None, message: str, best_run: Done, untrained: list, tmp_path: Path
 ) -> None:
     copy = tmp_path / "run"
     shutil.copytree("kept", copy)

@@ -124,8 +124,8 @@ def test_every_change_is_shown_by_name_and_every_record_stays(whole: Done, untra
     words = ("--workdir", str(copy), "--resume", "--optimizer.clip-norm", "0.5", "--accumulation-steps", "2")
     done = train(*words, "--mesh.fsdp", "2", "--log.no-tensorboard", "--checkpoint.keep", "3")
     assert done.code == 0, done.err
-    said = [line for line in done.out.splitlines() if line.startswith("changed since: ")]
-    assert said == [
+    changes = [line for line in done.out.splitlines() if line.startswith("changed since: ")]
+    assert changes == [
         "changed since: accumulation_steps 1 -> 2",
         "changed since: mesh.fsdp 1 -> 2",
         "changed since: optimizer.clip_norm 1.0 -> 0.5",

@@ -50,15 +50,17 @@ def shown(folder: Path) -> dict[tuple[str, int], Any]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with both, none of whose programs is traced twice."""
-    folder, made = tmp_path_factory.mktemp("media") / "run", []
+    folder, builds = tmp_path_factory.mktemp("media") / "run", []
     make = compile.make_train_step
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((snapshots, "_predicted"), (snapshots, "_spread")):
             once = chex.assert_max_traces(getattr(owner, name), n=1)
             patch.setattr(owner, name, once)
-        patch.setattr(compile, "make_train_step", lambda *a: (made.append(0), chex.assert_max_traces(make(*a), n=1))[1])
+        patch.setattr(
+            compile, "make_train_step", lambda *a: (builds.append(0), chex.assert_max_traces(make(*a), n=1))[1]
+        )
         assert main([*DIGITS, str(folder), "--log.images", str(SHOWN), "--log.histograms"]) == 0
-    assert len(made) == 1
+    assert len(builds) == 1
     return folder
 
 

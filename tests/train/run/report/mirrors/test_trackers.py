@@ -66,10 +66,10 @@ def write(folder, steps, **options):
 
 
 def test_it_gets_rows_and_a_resume_continues_its_run(tmp_path, fake, capsys):
-    given = {fake.__name__: "project"}
-    write(tmp_path, [1, 2], **given)
-    write(tmp_path, [2], **given, resume_step=1)
-    write(tmp_path, [1], **given)
+    options = {fake.__name__: "project"}
+    write(tmp_path, [1, 2], **options)
+    write(tmp_path, [2], **options, resume_step=1)
+    write(tmp_path, [1], **options)
     first, resumed, new = fake.started
     assert {each["project"] for each in fake.started} == {"project"}
     if fake.__name__ == "wandb":
