@@ -164,9 +164,9 @@ def test_what_grows_has_no_measured_numbers(written: tuple[Path, str], capsys: p
 def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["balance", *words]) == 2
-    found = capsys.readouterr().err
-    assert text in found
-    assert "Traceback" not in found
+    err = capsys.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
 
 

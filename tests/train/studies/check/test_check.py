@@ -51,11 +51,11 @@ def series(grow: str, optimizer: str = "adam", model: configs.ModelConfig = LM, 
         return fewer
     config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
     grown = check.grow(model, grow, doublings(grow) + 1)
-    made = check.Series([definition(one) for one in (grown[0], grown[-1])], config, STEPS)
-    return optimized(made) if optimizer == "adam" or grow == "head_dim" else made
+    run_series = check.Series([definition(one) for one in (grown[0], grown[-1])], config, STEPS)
+    return optimized(run_series) if optimizer == "adam" or grow == "head_dim" else run_series
 
 
-def findings(
+def findings_of(
     trained: Preset,
     grow: str,
     optimizer: str = "adam",
@@ -75,8 +75,8 @@ def preset(name: str, **constants: float) -> Preset:
     return presets.get(name, base=base, **constants)
 
 
-def wrong(found: Sequence[Finding]) -> dict[str, float]:
-    return {f"{f.observable} @{f.step}": round(f.slope, 2) for f in found if not f.ok}
+def wrong(findings: Sequence[Finding]) -> dict[str, float]:
+    return {f"{f.observable} @{f.step}": round(f.slope, 2) for f in findings if not f.ok}
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def wrong(found: Sequence[Finding]) -> dict[str, float]:
     ],
 )
 def test_right_rules_pass(name, grow, constants):
-    found = findings(preset(name, **constants), grow)
-    assert len(found) > 30
-    assert check.passes(found), wrong(found)
+    findings = findings_of(preset(name, **constants), grow)
+    assert len(findings) > 30
+    assert check.passes(findings), wrong(findings)
 
 
 @pytest.mark.parametrize(
@@ -113,12 +113,12 @@ def test_right_rules_pass(name, grow, constants):
     ],
 )
 def test_named_constants_move_as_theory_says_and_not_as_their_other_value(name, constants, growing, telltales):
-    found = findings(preset(name, **constants), "heads")
-    assert all(f.agrees for f in found), wrong(found)
-    assert not check.passes(found)
+    findings = findings_of(preset(name, **constants), "heads")
+    assert all(f.agrees for f in findings), wrong(findings)
+    assert not check.passes(findings)
     if growing is not None:
-        assert {f.observable for f in found if not f.ok} == growing
-    assert telltales <= wrong(findings(preset(name, **constants), "heads", meant=preset(name))).keys()
+        assert {f.observable for f in findings if not f.ok} == growing
+    assert telltales <= wrong(findings_of(preset(name, **constants), "heads", meant=preset(name))).keys()
 
 
 @pytest.mark.parametrize(
@@ -129,18 +129,18 @@ def test_named_constants_move_as_theory_says_and_not_as_their_other_value(name, 
     ],
 )
 def test_right_rules_pass_with_a_tied_readout(name, grow):
-    found = findings(preset(name), grow, model=TIED)
-    assert {"logits", "contact logit"} <= {f.observable for f in found}
-    assert check.passes(found), wrong(found)
+    findings = findings_of(preset(name), grow, model=TIED)
+    assert {"logits", "contact logit"} <= {f.observable for f in findings}
+    assert check.passes(findings), wrong(findings)
 
 
 @pytest.mark.parametrize("name", ["sp", "ntk"])
 @pytest.mark.parametrize("grow", ["head_dim", "depth"])
 def test_tied_sp_and_ntk_move_as_theory_says(name, grow):
-    found = findings(preset(name), grow, model=TIED, accept=("lazy",) if name == "ntk" else ())
-    assert all(f.agrees for f in found), wrong(found)
-    assert check.passes(found) == (name == "ntk" and grow != "depth")
-    contact = next(f for f in found if f.observable == "contact logit")
+    findings = findings_of(preset(name), grow, model=TIED, accept=("lazy",) if name == "ntk" else ())
+    assert all(f.agrees for f in findings), wrong(findings)
+    assert check.passes(findings) == (name == "ntk" and grow != "depth")
+    contact = next(f for f in findings if f.observable == "contact logit")
     assert contact.expected.slope == (-0.5 if grow == "depth" else 0.5)
 
 
@@ -148,7 +148,7 @@ def test_tied_sp_and_ntk_move_as_theory_says(name, grow):
 @pytest.mark.parametrize("name", ["mup", "mup-half", "depth-mup", "completep", "sp", "ntk"])
 def test_a_tied_table_is_the_same_whether_heads_or_their_size_grow(name):
     """So that what is measured of it growing head_dim stands for heads; the untied model is measured growing both."""
-    said, numbers = [], []
+    exponents, numbers = [], []
     for grow in ("head_dim", "heads"):
         grown = check.grow(TIED, grow, doublings(grow) + 1)
         first, last = definition(grown[0]), definition(grown[-1])
@@ -156,15 +156,15 @@ def test_a_tied_table_is_the_same_whether_heads_or_their_size_grow(name):
         touched = {
             key for key in expected if key[0] in ("logits", "contact logit") or key[0].endswith("/token_embedding")
         }
-        said.append({key: expected[key].slope for key in touched})
+        exponents.append({key: expected[key].slope for key in touched})
         factors, table = (
             resolve(preset(name), last),
             next(n for n, s in last.specs.items() if s.group == "token_embedding"),
         )
         columns = factors.multiplier, factors.lr, factors.eps, factors.weight_decay, init_stds(preset(name), last)
         numbers.append([*(float(column[table]) for column in columns), float(factors.forward["tied_readout"])])
-    assert len(said[0]) == 5
-    assert said[0] == said[1]
+    assert len(exponents[0]) == 5
+    assert exponents[0] == exponents[1]
     assert numbers[0] == numbers[1]
 
 
@@ -178,25 +178,25 @@ def test_a_tied_table_is_the_same_whether_heads_or_their_size_grow(name):
 def test_a_wrong_rule_of_a_tied_table_is_caught(mutant, telltale):
     """Both signs of every column: `tests/scripts/check/test_mutations.py`."""
     right = preset("mup")
-    assert telltale in wrong(findings(mutant.of(right), "head_dim", meant=right, model=TIED, steps=1))
+    assert telltale in wrong(findings_of(mutant.of(right), "head_dim", meant=right, model=TIED, steps=1))
 
 
 def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contradict_theory():
     """Why it is judged apart: E_t . E_t / D does not vanish, and one logit in 64 of order one outweighs 63 of D^-1/2."""
     right, sized = preset("mup"), series("head_dim", model=TIED)
     alone = sized.measure(right, BATCH, SEEDS)
-    others, contact, vocab = alone["logits"], alone["contact logit"], 64
-    both = np.sqrt(((vocab - 1) * others**2 + contact**2) / vocab)
+    rest, contact, vocab = alone["logits"], alone["contact logit"], 64
+    rms = np.sqrt(((vocab - 1) * rest**2 + contact**2) / vocab)
     expected = theory.of(right, sized.definitions[0], sized.definitions[-1], "adam")
-    for values, agrees in ((others, True), (both, False)):
-        found = check.judge({"logits": values}, [1, 4], expected)
-        assert [f.agrees for f in found] == [agrees], found
+    for values, agrees in ((rest, True), (rms, False)):
+        findings = check.judge({"logits": values}, [1, 4], expected)
+        assert [f.agrees for f in findings] == [agrees], findings
     # Both are parts of what the model returns.
     first = sized.definitions[0]
     factors, batch = resolve(right, first), check.batch(check.smallest(TIED))
     params = jax.jit(functools.partial(first.initialize, draw=normals))(0, init_stds(right, first))
     logits = np.asarray(jax.jit(first.apply)(params, factors.multiplier, factors.forward, batch["inputs"]))
-    assert np.sqrt(np.mean(logits**2)) == pytest.approx(both[0, 0, 0], rel=1e-3)
+    assert np.sqrt(np.mean(logits**2)) == pytest.approx(rms[0, 0, 0], rel=1e-3)
     own = np.take_along_axis(logits, batch["inputs"][..., None], axis=-1)
     assert np.sqrt(np.mean(own**2)) == pytest.approx(contact[0, 0, 0], rel=1e-3)
 
@@ -204,45 +204,45 @@ def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contr
 @pytest.mark.parametrize("name", ["ntk", "hybrid"])
 @pytest.mark.parametrize("grow", ["head_dim", "heads", "depth"])
 def test_the_neural_tangent_family_moves_as_theory_says(name, grow):
-    found = findings(preset(name), grow, accept=("lazy",))
-    assert all(f.agrees for f in found), wrong(found)
+    findings = findings_of(preset(name), grow, accept=("lazy",))
+    assert all(f.agrees for f in findings), wrong(findings)
     # Without a rule for depth it explodes there, as foretold, and hybrid's logits by its own table as N^1/4.
-    assert check.passes(found) == (grow != "depth" and (name, grow) != ("hybrid", "head_dim"))
+    assert check.passes(findings) == (grow != "depth" and (name, grow) != ("hybrid", "head_dim"))
 
 
 @pytest.mark.parametrize("name", ["mup", "mup-half"])
 def test_right_rules_pass_under_sgd(name):
-    found = findings(preset(name), "head_dim", "sgd")
-    assert check.passes(found), wrong(found)
+    findings = findings_of(preset(name), "head_dim", "sgd")
+    assert check.passes(findings), wrong(findings)
 
 
 def test_growing_the_mlp_alone_passes_where_it_is_allowed():
     """Under SGD; under Adam, and for key heads alone, the command refuses (below)."""
-    found = findings(preset("mup"), "mlp", "sgd")
-    assert check.passes(found), wrong(found)
+    findings = findings_of(preset("mup"), "mlp", "sgd")
+    assert check.passes(findings), wrong(findings)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_sp_in_width_is_caught(optimizer):
-    found = findings(preset("sp"), "head_dim", optimizer)
-    caught = wrong(found)
+    findings = findings_of(preset("sp"), "head_dim", optimizer)
+    caught = wrong(findings)
     assert {"change logits @1", "change residual @1"} <= caught.keys(), caught
-    assert {f.verdict for f in found if f.observable == "change residual" and f.step == 1} == {"explodes"}
-    assert all(f.agrees for f in found), wrong([f for f in found if not f.agrees])
-    assert "change residual explodes through value, attention out, MLP in, MLP out" in report.verdict_line(found)
+    assert {f.verdict for f in findings if f.observable == "change residual" and f.step == 1} == {"explodes"}
+    assert all(f.agrees for f in findings), wrong([f for f in findings if not f.agrees])
+    assert "change residual explodes through value, attention out, MLP in, MLP out" in report.verdict_line(findings)
 
 
 def test_mup_in_depth_is_caught():
-    found = findings(preset("mup"), "depth")
-    caught = wrong(found)
+    findings = findings_of(preset("mup"), "depth")
+    caught = wrong(findings)
     assert "change residual @1" in caught, caught
-    assert "change residual explodes through query, key, value, attention out" in report.verdict_line(found)
+    assert "change residual explodes through query, key, value, attention out" in report.verdict_line(findings)
 
 
 def test_maximal_update_explodes_in_head_dim_through_its_logits_and_mup_does_not():
-    caught = wrong(findings(preset("maximal-update"), "head_dim"))
+    caught = wrong(findings_of(preset("maximal-update"), "head_dim"))
     assert any(name.startswith("update attention") for name in caught), caught
-    assert not any(name.startswith("update attention") for name in wrong(findings(preset("mup"), "head_dim")))
+    assert not any(name.startswith("update attention") for name in wrong(findings_of(preset("mup"), "head_dim")))
 
 
 WRONG_RULES = {
@@ -282,19 +282,19 @@ def test_wrong_rules_are_caught_and_named(error):
     broken = dataclasses.replace(
         right, rule=lambda spec: mistake(right.rule(spec), spec) if spec.role in roles else right.rule(spec)
     )
-    found = findings(broken, grow, meant=right, steps=1)
-    caught = wrong(found)
+    findings = findings_of(broken, grow, meant=right, steps=1)
+    caught = wrong(findings)
     assert any(name.startswith(telltale) for name in caught), caught
     kind, _, group = telltale.partition("/")
-    assert re.search(rf"by role: .*{group} \([^)]*{kind}", report.verdict_line(found))
-    assert ("frozen" in {f.verdict for f in found}) == error.startswith("frozen")
+    assert re.search(rf"by role: .*{group} \([^)]*{kind}", report.verdict_line(findings))
+    assert ("frozen" in {f.verdict for f in findings}) == error.startswith("frozen")
 
 
 def test_a_wrong_rate_is_caught_under_sgd():
     right = preset("mup")
     for group in ("block.query", "token_embedding"):
-        found = findings(Mutant(group, "lr", 0.5).of(right), "head_dim", "sgd", meant=right, steps=1)
-        assert f"by role: {group} (movement)" in report.verdict_line(found)
+        findings = findings_of(Mutant(group, "lr", 0.5).of(right), "head_dim", "sgd", meant=right, steps=1)
+        assert f"by role: {group} (movement)" in report.verdict_line(findings)
 
 
 def test_the_under_trained_model_of_flat_curves_is_caught():
@@ -307,19 +307,19 @@ def test_the_under_trained_model_of_flat_curves_is_caught():
             return dataclasses.replace(row, adam=row.adam / axis("embed"))
         return dataclasses.replace(row, adam=row.adam / axis("embed")) if spec.in_block and spec.fan_in else row
 
-    found = findings(dataclasses.replace(right, rule=rule), "head_dim", meant=right, steps=1)
-    caught = wrong(found)
+    findings = findings_of(dataclasses.replace(right, rule=rule), "head_dim", meant=right, steps=1)
+    caught = wrong(findings)
     assert any(name.startswith("change residual") for name in caught), caught
-    assert all(f.slope < 0.2 for f in found if f.observable == "change residual")
+    assert all(f.slope < 0.2 for f in findings if f.observable == "change residual")
 
 
 def test_slopes_of_exact_power_laws_are_found():
     sizes = np.array([1.0, 2.0, 4.0, 8.0])
     values = np.stack([sizes**0.5, sizes**0.5], axis=1)[:, :, None] * np.ones(2)
-    found = check.judge({"x": values, "y": values}, sizes, {("x", step): Expected(0.5) for step in (0, 1, 3)})
-    assert [round(f.slope, 12) for f in found] == [0.5, 0.5]
-    assert found[0].low == pytest.approx(0.5)
-    assert found[0].high == pytest.approx(0.5)
+    findings = check.judge({"x": values, "y": values}, sizes, {("x", step): Expected(0.5) for step in (0, 1, 3)})
+    assert [round(f.slope, 12) for f in findings] == [0.5, 0.5]
+    assert findings[0].low == pytest.approx(0.5)
+    assert findings[0].high == pytest.approx(0.5)
 
 
 def test_verdicts_follow_the_band():
@@ -334,20 +334,20 @@ def test_verdicts_follow_the_band():
 
 def test_what_never_moves_is_frozen_unless_a_zero_readout_holds_it_back():
     """A slope of zeros is no slope: left out, a layer that is never trained would pass."""
-    found = check.judge({"movement/x": np.zeros((4, 2, 2))}, [1, 2, 4, 8], {("movement/x", 1): Expected(0.0)})
-    assert [f.verdict for f in found] == ["frozen"]
-    assert not check.passes(found)
+    findings = check.judge({"movement/x": np.zeros((4, 2, 2))}, [1, 2, 4, 8], {("movement/x", 1): Expected(0.0)})
+    assert [f.verdict for f in findings] == ["frozen"]
+    assert not check.passes(findings)
     held = presets.get("mup", base=preset("mup").base, zero_readout=True)
-    passed = findings(held, "head_dim")
+    passed = findings_of(held, "head_dim")
     assert check.passes(passed), wrong(passed)
 
 
 def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_failed(tmp_path, capsys, monkeypatch):
-    known, program = series("head_dim"), observables.program
+    reference, program = series("head_dim"), observables.program
 
     def compiled(model: Definition, tx):
         """The smallest and the largest are those of the tests above."""
-        same = [own for own, of in zip(known._programs, known.definitions, strict=True) if of == model]
+        same = [own for own, of in zip(reference._programs, reference.definitions, strict=True) if of == model]
         return same[0] if same else program(model, tx)
 
     monkeypatch.setattr(observables, "program", compiled)
@@ -355,11 +355,11 @@ def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_
     words = ["check", "lm-proxy", "--grow", "head_dim", "--sizes", "3", "--seeds", "2", "--json", str(out)]
     for name, code in (("mup", 0), ("sp", 1)):  # both are measured by the same programs
         assert main([*words, "--preset", name, "--figure", str(figure)]) == code
-        found = json.loads(out.read_text())
-        assert found["verdict"] == ("fail" if code else "pass")
-        assert {"slope", "low", "high", "predicted", "ok"} <= found["observables"][0].keys()
-        assert {row["step"] for row in found["observables"]} == {0, 1, 3, 10}
-        assert any(row["observable"] == "change residual" and not row["ok"] for row in found["observables"]) == bool(
+        record = json.loads(out.read_text())
+        assert record["verdict"] == ("fail" if code else "pass")
+        assert {"slope", "low", "high", "predicted", "ok"} <= record["observables"][0].keys()
+        assert {row["step"] for row in record["observables"]} == {0, 1, 3, 10}
+        assert any(row["observable"] == "change residual" and not row["ok"] for row in record["observables"]) == bool(
             code
         )
     assert figure.stat().st_size > 10_000

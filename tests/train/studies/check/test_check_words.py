@@ -18,7 +18,7 @@ from scripts.check import theory_and_measurement
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["check", "lm-prxy"], "lm-proxy"),
         (["check", "--preset", "mupp"], "mup"),
@@ -28,10 +28,10 @@ from scripts.check import theory_and_measurement
         (["check", "--grow", "kv_heads", "--optimizer", "sgd"], "kv_heads x8"),
     ],
 )
-def test_bad_words_get_one_message(words, said, capsys):
+def test_bad_words_get_one_message(words, message, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert "Traceback" not in error
     assert len(error.strip().splitlines()) <= 10
 
@@ -39,9 +39,9 @@ def test_bad_words_get_one_message(words, said, capsys):
 def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
     """Nothing explodes: the measured change of logits goes as the key heads to +0.02."""
     assert main(["check", "lm-proxy", "--preset", "mup", "--grow", "kv_heads", "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "change logits after 1: theory says +0.00\n" in said
-    assert "explodes" not in said
+    out = capsys.readouterr().out
+    assert "change logits after 1: theory says +0.00\n" in out
+    assert "explodes" not in out
     # The control: a size of which an output does grow by theory.
     assert main(["check", "lm-proxy", "--preset", "sp", "--grow", "heads", "--dry-run"]) == 0
     assert re.search(r"change logits after 1: theory says \+[\d.]+, explodes", capsys.readouterr().out)

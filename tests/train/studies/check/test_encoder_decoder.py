@@ -88,12 +88,12 @@ def test_right_tables_are_good_whichever_stack_grows(growth: str):
 
 @pytest.mark.core
 def test_a_table_without_a_rule_for_depth_is_named_by_the_stack_that_grows():
-    found = troubles("encoder_depth", preset("mup"))
-    assert found["movement/encoder.block.value @1"] == found["change residual @1"] == "explodes"
-    assert not {name for name in found if name.startswith("movement/block.")}
-    found = troubles("decoder", preset("mup"))
-    assert found["movement/block.cross.attention_out @1"] == "explodes"
-    assert not {name for name in found if name.startswith("movement/encoder")}
+    verdicts = troubles("encoder_depth", preset("mup"))
+    assert verdicts["movement/encoder.block.value @1"] == verdicts["change residual @1"] == "explodes"
+    assert not {name for name in verdicts if name.startswith("movement/block.")}
+    verdicts = troubles("decoder", preset("mup"))
+    assert verdicts["movement/block.cross.attention_out @1"] == "explodes"
+    assert not {name for name in verdicts if name.startswith("movement/encoder")}
 
 
 def mistaken(right: Preset, group: str, mistake: Callable[[Rule], Rule]) -> Preset:
@@ -108,9 +108,9 @@ def mistaken(right: Preset, group: str, mistake: Callable[[Rule], Rule]) -> Pres
 def test_wrong_depth_rules_in_a_table_are_named():
     right, layers = preset(alpha_l=0.5), axis("layers")
     cross = mistaken(right, "block.cross.attention_out", lambda row: row.times(adam=layers**0.5))
-    found = troubles("decoder", cross)
-    assert found["movement/block.cross.attention_out @1"] == "explodes"
-    assert {name for name in found if "/" in name} == {"movement/block.cross.attention_out @1"}
+    verdicts = troubles("decoder", cross)
+    assert verdicts["movement/block.cross.attention_out @1"] == "explodes"
+    assert {name for name in verdicts if "/" in name} == {"movement/block.cross.attention_out @1"}
     encoder = mistaken(right, "encoder.block.mlp_out", lambda row: row.times(adam=layers**0.5))
     assert troubles("encoder_depth", encoder)["movement/encoder.block.mlp_out @1"] == "explodes"
     assert not troubles("decoder", encoder)
@@ -166,8 +166,8 @@ def rates(prefix: str, power: float) -> Callable[[factors.Factors, float], None]
 
 
 def test_the_right_program_passes(monkeypatch: pytest.MonkeyPatch):
-    found = judged(monkeypatch, lambda numbers, m: None)
-    assert check.passes(found), {f"{f.observable} @{f.step}": f.slope for f in found if not f.ok}
+    findings = judged(monkeypatch, lambda numbers, m: None)
+    assert check.passes(findings), {f"{f.observable} @{f.step}": f.slope for f in findings if not f.ok}
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,8 @@ def test_the_right_program_passes(monkeypatch: pytest.MonkeyPatch):
 def test_a_wrong_depth_rule_fails_by_the_name_of_its_role(
     monkeypatch: pytest.MonkeyPatch, change: Any, named: list[str]
 ):
-    found = judged(monkeypatch, change)
-    line = report.verdict_line(found)
+    findings = judged(monkeypatch, change)
+    line = report.verdict_line(findings)
     assert "the program does not do what its table says" in line
     assert all(name in line for name in named), line
 

@@ -51,7 +51,7 @@ def test_the_right_rules_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mutant", "seen"),
+    ("mutant", "observable"),
     [
         (Mutant("block.router", "init_std", 0.5), "weight/block.router @0"),
         (Mutant("block.router", "lr", 0.5), "movement/block.router @1"),
@@ -66,5 +66,5 @@ def test_the_right_rules_pass() -> None:
     ],
     ids=str,
 )
-def test_control_a_wrong_rule_of_each_role_is_seen(mutant: Mutant, seen: str) -> None:
-    assert seen in _wrong(mutant.of(RIGHT))
+def test_control_a_wrong_rule_of_each_role_is_seen(mutant: Mutant, observable: str) -> None:
+    assert observable in _wrong(mutant.of(RIGHT))

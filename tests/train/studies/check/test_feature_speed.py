@@ -71,20 +71,22 @@ def initializer(name: str):
 
 def start(name: str, preset, optimizer_name: str = "adam", seed: int = 3):
     definition, _ = model(name)
-    found = factors.resolve(preset, definition, optimizer_name)
-    return initializer(name)(np.uint32(seed), factors.init_stds(preset, definition)), found
+    scales = factors.resolve(preset, definition, optimizer_name)
+    return initializer(name)(np.uint32(seed), factors.init_stds(preset, definition)), scales
 
 
 @functools.cache
 def uneven(name: str) -> tuple[feature_speed.Speeds, dict, dict]:
     """Speeds under SGD with another rate for every parameter and layer, the gradients, and those of the training step."""
     definition, batch = model(name)
-    params, found = start(name, presets.get("depth-mup"))
+    params, scales = start(name, presets.get("depth-mup"))
     rng = np.random.default_rng(5)
-    rates = {n: rng.uniform(0.2, 5.0, found.lr[n].shape).astype(np.float32) for n in params}
-    flow = descent(definition, found._replace(lr=rates), config("sgd"))
-    speeds, grads = jax.jit(lambda *given: feature_speed.of_model(definition, *given, flow))(params, found, batch)
-    run = step.StepInputs(found, optimizer.hyper(config("sgd"), 1))
+    rates = {n: rng.uniform(0.2, 5.0, scales.lr[n].shape).astype(np.float32) for n in params}
+    flow = descent(definition, scales._replace(lr=rates), config("sgd"))
+    speeds, grads = jax.jit(lambda *arguments: feature_speed.of_model(definition, *arguments, flow))(
+        params, scales, batch
+    )
+    run = step.StepInputs(scales, optimizer.hyper(config("sgd"), 1))
     whole, sums = jax.jit(lambda p, b: step.gradients(definition, p, run, b, 1))(params, batch)
     assert float(speeds.loss) == pytest.approx(float(sums.loss / sums.weight), rel=1e-6)
     return jax.device_get((speeds, grads, whole))
@@ -163,9 +165,9 @@ def test_normalized_gradients_are_balanced_by_the_inverse_of_their_norm():
 def test_a_tied_readout_is_refused():
     tied = dataclasses.replace(MODELS["decoder"], tied=True)
     definition, batch = define_model(tied), check.batch(tied)
-    params, found = start("decoder", presets.get("sp"))
+    params, scales = start("decoder", presets.get("sp"))
     with pytest.raises(PresetError, match=r"tied to the token embedding.*write tied=False"):
-        feature_speed.of_model(definition, params, found, batch, lambda g: g)
+        feature_speed.of_model(definition, params, scales, batch, lambda g: g)
 
 
 def test_a_weight_that_acts_twice_breaks_the_formula():
@@ -263,9 +265,9 @@ CASES = [("decoder", "adam", False), ("vit", "sgd", True), ("encoder-decoder", "
 def program(name: str, optimizer_name: str, centered: bool):
     definition, _ = model(name)
 
-    def again(params, found, batch):
-        flow = descent(definition, found, config(optimizer_name))
-        return feature_speed.of_model(definition, params, found, batch, flow, centered=centered)[0]
+    def again(params, scales, batch):
+        flow = descent(definition, scales, config(optimizer_name))
+        return feature_speed.of_model(definition, params, scales, batch, flow, centered=centered)[0]
 
     return jax.jit(again)
 
@@ -307,12 +309,12 @@ def test_a_saved_table_trains(name, optimizer_name, centered, tmp_path):
     preset = derived(name, optimizer_name, centered)
     save(preset.table, tmp_path / "table.json")
     again = measured.measured(load(tmp_path / "table.json"))
-    params, found = start(name, preset, optimizer_name)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(start(name, again, optimizer_name)[1]), strict=True):
+    params, scales = start(name, preset, optimizer_name)
+    for one, other in zip(jax.tree.leaves(scales), jax.tree.leaves(start(name, again, optimizer_name)[1]), strict=True):
         np.testing.assert_array_equal(one, other)
     settings = config(optimizer_name, peak_lr=2e-3)
     tx = optimizer.build(settings, definition.specs)
-    run = step.StepInputs(found, optimizer.hyper(settings, 9), params if centered else None)
+    run = step.StepInputs(scales, optimizer.hyper(settings, 9), params if centered else None)
     train_step = jax.jit(step.make_train_step(definition, tx))
     state, losses = TrainState(jnp.int32(0), params, tx.init(params)), []
     for _ in range(2):
@@ -333,22 +335,22 @@ def test_rates_are_keyed_by_group_and_layer():
     assert isinstance(table["readout"].lr, float)
     # Reference decay is 1 everywhere but on gains: lr * wd of the coupled decay is one number.
     definition, _ = model("decoder")
-    found = factors.resolve(preset, definition, "adam")
+    scales = factors.resolve(preset, definition, "adam")
     for name, spec in definition.specs.items():
         expected = 0 if spec.role is presets.Role.NORM_GAIN else 1
-        np.testing.assert_allclose(found.lr[name] * found.weight_decay[name], expected, rtol=1e-6)
+        np.testing.assert_allclose(scales.lr[name] * scales.weight_decay[name], expected, rtol=1e-6)
 
 
 def test_every_optimizer_moves_along_its_own_direction():
     definition, _ = model("vit")
     _, grads, _ = uneven("vit")
-    found = factors.resolve(presets.get("sp"), definition)
+    scales = factors.resolve(presets.get("sp"), definition)
     for name in ("adam", "lion", "sgd"):
         # Clipping is global and no part of a direction.
-        unit = jax.jit(direction(definition, found, config(name, clip_norm=1e-3)))(grads)
+        unit = jax.jit(direction(definition, scales, config(name, clip_norm=1e-3)))(grads)
         for parameter, g in grads.items():
             np.testing.assert_allclose(unit[parameter], g if name == "sgd" else np.sign(g), rtol=1e-4, atol=1e-6)
-    unit = jax.jit(direction(definition, found, config("muon")))(grads)
+    unit = jax.jit(direction(definition, scales, config("muon")))(grads)
     slopes = parts_of(definition, grads, unit)
     np.testing.assert_allclose(
         slopes.gradient["block.mlp_in"], [np.linalg.norm(g) for g in grads["block.mlp.up"]], rtol=1e-5

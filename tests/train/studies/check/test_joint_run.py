@@ -22,9 +22,9 @@ SHORT = ("--preset.base", "lm-proxy,batch=16,tokens=524288")
 @functools.cache
 def suite() -> Suite:
     """The batch doubled once under `sde`: two programs, which mutants of all but the betas share."""
-    made = Suite("sde", "batch", 2, SHORT)
-    assert judge.passes(made.right())
-    return made
+    mutations = Suite("sde", "batch", 2, SHORT)
+    assert judge.passes(mutations.right())
+    return mutations
 
 
 def test_the_command_passes_a_right_rule_and_names_the_numbers_of_none(
@@ -56,12 +56,12 @@ def test_a_wrong_number_is_caught_and_named_alone(column: str):
 
 
 def test_a_wrong_number_at_the_base_is_seen_there():
-    made = suite()
-    base = made.runs[0]
+    mutations = suite()
+    base = mutations.runs[0]
     for number, value in (("peak_lr", 0.016), ("weight_decay", 6e-4), ("b1", 0.8), ("b2", 0.9), ("warmup_steps", 80)):
         meant = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **{number: value}))
-        expected = joint_run.expectation([meant, *made.runs[1:]], "batch")
-        wrong = {f.observable.partition("/")[2] for f in joint_run.judged(made.seen, expected) if not f.agrees}
+        expected = joint_run.expectation([meant, *mutations.runs[1:]], "batch")
+        wrong = {f.observable.partition("/")[2] for f in joint_run.judged(mutations.seen, expected) if not f.agrees}
         assert wrong == {number}
 
 

@@ -64,16 +64,16 @@ def BATCH() -> dict[str, np.ndarray]:
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 8), np.float32)}
 
 
-def wrong(found: list[Finding]) -> dict[str, str]:
-    return {f"{f.observable} @{f.step}": f.verdict for f in found if not f.ok}
+def wrong(findings: list[Finding]) -> dict[str, str]:
+    return {f"{f.observable} @{f.step}": f.verdict for f in findings if not f.ok}
 
 
 def test_the_right_program_passes():
-    found = judged(right())
-    assert check.passes(found), wrong(found)
+    findings = judged(right())
+    assert check.passes(findings), wrong(findings)
     assert {
         f"{what}/block.{name}.norm_gain" for what in ("weight", "movement", "gradient") for name in ("query", "key")
-    } <= {f.observable for f in found}
+    } <= {f.observable for f in findings}
 
 
 Change = Callable[[factors.Factors, float], None]
@@ -115,13 +115,13 @@ def in_layer(name: str, column: str, power: float, layer: int = 7) -> Change:
 def test_one_layer_of_twelve_is_seen_and_named(
     monkeypatch: pytest.MonkeyPatch, change: Change, where: str, by_rms: str
 ):
-    found = resolved(monkeypatch, change)
-    assert wrong(found)[where] == "contradicts theory in layer 7"
-    line = report.verdict_line(found)
+    findings = resolved(monkeypatch, change)
+    assert wrong(findings)[where] == "contradicts theory in layer 7"
+    line = report.verdict_line(findings)
     assert "the program does not do what its table says" in line
     assert by_rms in line
     # A slope of the root mean square over layers is inside its band.
-    finding = next(f for f in found if f"{f.observable} @{f.step}" == where)
+    finding = next(f for f in findings if f"{f.observable} @{f.step}" == where)
     assert dataclasses.replace(finding, layer=None).agrees
 
 
@@ -129,9 +129,9 @@ def test_a_gate_is_told_apart_from_its_up_projection(monkeypatch: pytest.MonkeyP
     def change(numbers: factors.Factors, m: float) -> None:
         numbers.lr["block.mlp.gate"] *= m**-0.5
 
-    found = resolved(monkeypatch, change)
-    assert wrong(found)["movement/block.mlp_in/gate @1"] == "contradicts theory"
-    assert "by role: block.mlp_in (movement of gate)" in report.verdict_line(found)
+    findings = resolved(monkeypatch, change)
+    assert wrong(findings)["movement/block.mlp_in/gate @1"] == "contradicts theory"
+    assert "by role: block.mlp_in (movement of gate)" in report.verdict_line(findings)
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_a_gate_is_told_apart_from_its_up_projection(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_program_with_another_base_has_the_right_slopes_and_the_wrong_sizes(base: dict[str, int], where: str):
-    found = judged(right(base))
-    verdict = wrong(found)[where]
+    findings = judged(right(base))
+    verdict = wrong(findings)[where]
     assert "at the smallest size" in verdict
-    finding = next(f for f in found if f"{f.observable} @{f.step}" == where)
+    finding = next(f for f in findings if f"{f.observable} @{f.step}" == where)
     assert dataclasses.replace(finding, base=1.0).ok
 
 
@@ -160,8 +160,8 @@ def test_what_a_constant_freezes_is_frozen():
     broken = dataclasses.replace(table, rule=rule)
     definitions = series().definitions
     expected = theory.of(broken, definitions[0], definitions[-1], "adam")  # of itself, which names no exponent
-    found = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
-    assert wrong(found)["movement/token_embedding @1"] == "frozen"
+    findings = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
+    assert wrong(findings)["movement/token_embedding @1"] == "frozen"
 
 
 def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path: Path):
@@ -174,21 +174,21 @@ def test_a_table_that_is_wrong_and_followed_fails_by_the_second_verdict(tmp_path
     definitions = series().definitions
     broken = dataclasses.replace(table, rule=rule)
     expected = theory.of(broken, definitions[0], definitions[-1], "adam")
-    found = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
-    found = [f for f in found if f.observable != "change logits"]  # narrow, and eight positions long: it strays
-    assert wrong(found) == {"movement/block.mlp_out @1": "frozen"}
+    findings = check.judge(series().measure(broken, BATCH(), SEEDS), [1, 4], expected)
+    findings = [f for f in findings if f.observable != "change logits"]  # narrow, and eight positions long: it strays
+    assert wrong(findings) == {"movement/block.mlp_out @1": "frozen"}
     assert (
         "fails[/bold red]: the table itself is wrong: by role: block.mlp_out (movement: frozen)"
-        in report.verdict_line(found)
+        in report.verdict_line(findings)
     )
-    row = report.to_json(found, {"model": "m"}, ["gradient/x"])
+    row = report.to_json(findings, {"model": "m"}, ["gradient/x"])
     assert [row[key] for key in ("verdict", "program", "table", "not_judged")] == [
         "fail",
         "pass",
         "fail",
         ["gradient/x"],
     ]
-    assert report.verdict_line([f for f in found if f.ok], ["gradient/x"]).endswith("; not judged: gradient/x")
+    assert report.verdict_line([f for f in findings if f.ok], ["gradient/x"]).endswith("; not judged: gradient/x")
 
 
 @pytest.mark.core
@@ -248,18 +248,18 @@ def test_constants_of_groups_change_no_expectation(capsys: pytest.CaptureFixture
 def test_lazy_fails_and_is_accepted_by_a_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
-    known: list[check.Series] = []
+    instances: list[check.Series] = []
 
     class Once(check.Series):
         """Both commands measure the same programs."""
 
         def __new__(cls, *args):
-            return known[0] if known else super().__new__(cls)
+            return instances[0] if instances else super().__new__(cls)
 
         def __init__(self, definitions, config, steps=1):
-            if not known:
+            if not instances:
                 super().__init__(definitions, config, 1)
-                known.append(self)
+                instances.append(self)
 
     monkeypatch.setattr(check, "Series", Once)
     words = ["check", "lm-tiny", "--preset", "ntk", "--grow", "heads", "--sizes", "2", "--seeds", "2", *SMALL]

@@ -48,7 +48,7 @@ QUICKLY: Any = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
-def made(model: Any = MODEL) -> Any:
+def inputs_of(model: Any = MODEL) -> Any:
     built, batch = definition(model), check.batch(model)
     if model.denoises:
         batch["input_mask"] = np.ones_like(batch["input_mask"])
@@ -58,7 +58,7 @@ def made(model: Any = MODEL) -> Any:
 
 @pytest.mark.parametrize("model", [MODEL, ENCODED], ids=["decoder", "encoder-decoder"])
 def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(model: Any) -> None:
-    built, batch, numbers, stds = made(model)
+    built, batch, numbers, stds = inputs_of(model)
 
     def everything(seed: Any) -> Any:
         params = built.initialize(seed, stds)
@@ -86,14 +86,14 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
         OWN.keys() if model.denoises else {m for m in OWN if not m.startswith(("cross", "encoder"))}
     )
     for mapping, name in weights.items():
-        through, taken = np.sum(signals[mapping] * speeds[mapping]), np.sum(gradients[name] ** 2)
-        np.testing.assert_allclose(through, taken, rtol=1e-4, err_msg=mapping)
+        through, decrease = np.sum(signals[mapping] * speeds[mapping]), np.sum(gradients[name] ** 2)
+        np.testing.assert_allclose(through, decrease, rtol=1e-4, err_msg=mapping)
         each = np.sum(gradients[name].reshape(len(gradients[name]), -1) ** 2, axis=1)
         np.testing.assert_allclose(measured.parts[NAMES[name]], np.sum(numbers.lr[name] * each), rtol=1e-4)
     for part in {mapping.removesuffix("v") for mapping in weights if mapping.endswith("v")}:
         logits = np.sum(signals[f"{part}logits"] * speeds[f"{part}logits"])
-        both = sum(np.sum(gradients[weights[part + name]] ** 2) for name in "qk")
-        np.testing.assert_allclose(logits, both, rtol=1e-4, err_msg=part)
+        expected = sum(np.sum(gradients[weights[part + name]] ** 2) for name in "qk")
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, err_msg=part)
 
 
 def test_keys_that_are_fewer_cannot_start_as_queries() -> None:
@@ -115,13 +115,13 @@ def test_the_command_holds_measurement_against_theory(model, encoder, monkeypatc
 
         def slopes(self, preset: Any) -> dict[str, dict[str, float]]:
             cells = theory.desiderata(preset, self.dimension, encoder=encoder)
-            found = {column: dict(cell.exponents) for column, cell in cells.items()}
+            exponents = {column: dict(cell.exponents) for column, cell in cells.items()}
             for name in ("q", "encoder q"):
-                if name in found["speed"]:
-                    found["speed"][name] += self.off
-            decays = found["loss decay"] or {"": 0.0}
-            parts = {name: x + max(decays.values()) for name, x in found["balance"].items()}
-            return {"signal": found["signal"], "speed": found["speed"], "parts": parts or {"": 0.0}}
+                if name in exponents["speed"]:
+                    exponents["speed"][name] += self.off
+            decays = exponents["loss decay"] or {"": 0.0}
+            parts = {name: x + max(decays.values()) for name, x in exponents["balance"].items()}
+            return {"signal": exponents["signal"], "speed": exponents["speed"], "parts": parts or {"": 0.0}}
 
     monkeypatch.setattr(command, "Series", Fake)
     monkeypatch.setattr(command, "definition", lambda model: type("Sized", (), {"sizes": model.sizes()}))
@@ -130,9 +130,9 @@ def test_the_command_holds_measurement_against_theory(model, encoder, monkeypatc
     assert ("encoder_depth" in capsys.readouterr().out) == encoder
     assert not (tmp_path / "a.json").exists(), "a dry run measures nothing"
     assert main(words) == 0
-    kept = json.loads((tmp_path / "a.json").read_text())
-    assert kept["d_v"]["speed"]["v"] == [-0.5, -0.5]
-    assert kept.keys() == theory.growths(encoder=encoder).keys()
+    record = json.loads((tmp_path / "a.json").read_text())
+    assert record["d_v"]["speed"]["v"] == [-0.5, -0.5]
+    assert record.keys() == theory.growths(encoder=encoder).keys()
     capsys.readouterr()
     Fake.off = 0.2
     assert main(words) == 1
@@ -159,14 +159,17 @@ def test_the_committed_measurement_agrees_with_theory_where_its_page_does_not_sa
         for label, row in script.rows(data[key], key).items():
             for dimension, cells in row.items():
                 assert label in study.labels(dimension)
-                for column, (expected, seen) in cells.items():
-                    assert expected.exponents.keys() == seen.exponents.keys()
-                    far |= {(label, dimension, column, name) for name in command.apart(expected, seen)}
+                for column, (expected, actual) in cells.items():
+                    assert expected.exponents.keys() == actual.exponents.keys()
+                    far |= {(label, dimension, column, name) for name in command.apart(expected, actual)}
         assert {each for each in far - EXPLAINED[key] if each[:2] != ("mup mlp_out=mean-field", "d_model")} == set()
     # Controls: each other rule for d_k fails against the measurement of keys that start as queries.
-    seen = data["decoder"]["presets"]["mup key_start=query"]["d_k"]
+    measurement = data["decoder"]["presets"]["mup key_start=query"]["d_k"]
     for other, column, name in (("mup", "signal", "logits"), ("mup-half", "speed", "q")):
-        assert abs(theory.desiderata(presets.get(other), "d_k")[column].exponents[name] - seen[column][name][1]) > 0.3
+        assert (
+            abs(theory.desiderata(presets.get(other), "d_k")[column].exponents[name] - measurement[column][name][1])
+            > 0.3
+        )
 
 
 @pytest.mark.parametrize(("model", "encoder"), [("lm-proxy", False), ("ed-proxy", True)])
@@ -178,6 +181,6 @@ def test_one_dimension_grows_alone(model, encoder) -> None:
 
 
 def test_balance_refuses_what_its_table_cannot_hold() -> None:
-    built, batch, *_ = made()
+    built, batch, *_ = inputs_of()
     with pytest.raises(PresetError, match="write key_start=own"):
         balance(built, batch, OptimizerConfig(name="sgd"), reference=presets.get("mup", key_start="query"))

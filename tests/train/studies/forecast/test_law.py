@@ -81,20 +81,20 @@ def study(
 def outcomes(truths: list[Truth], target: Config, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Prediction, float]]:
     """What was said of one run in each study, and what came."""
     monkeypatch.setattr(fits, "SAMPLES", 100)
-    found, (n, d) = [], scale(target)
+    pairs, (n, d) = [], scale(target)
     for number, truth in enumerate(truths):
         rng = np.random.default_rng(number)
-        said = predict(fitted(study(truth, rng)), target)
-        assert said.log2_lr is not None
-        came = truth.loss(n, d, np.array([said.log2_lr.value]))[0] + rng.normal(0, 0.005) + rng.normal(0, 0.003)
-        found.append((said, math.exp(came)))
-    return found
+        prediction = predict(fitted(study(truth, rng)), target)
+        assert prediction.log2_lr is not None
+        came = truth.loss(n, d, np.array([prediction.log2_lr.value]))[0] + rng.normal(0, 0.005) + rng.normal(0, 0.003)
+        pairs.append((prediction, math.exp(came)))
+    return pairs
 
 
-def inside(found: list[tuple[Prediction, float]]) -> tuple[int, int]:
+def inside(pairs: list[tuple[Prediction, float]]) -> tuple[int, int]:
     """How many came inside the 90 % and the 50 % interval."""
-    wide = sum(said.loss.low90 <= came <= said.loss.high90 for said, came in found)
-    return wide, sum(said.loss.low50 <= came <= said.loss.high50 for said, came in found)
+    wide = sum(prediction.loss.low90 <= came <= prediction.loss.high90 for prediction, came in pairs)
+    return wide, sum(prediction.loss.low50 <= came <= prediction.loss.high50 for prediction, came in pairs)
 
 
 def test_intervals_hold_what_they_say_four_times_beyond_the_rows(monkeypatch: pytest.MonkeyPatch):
@@ -103,19 +103,21 @@ def test_intervals_hold_what_they_say_four_times_beyond_the_rows(monkeypatch: py
         Truth(E=rng.uniform(0.8, 1.6), A=rng.uniform(0.2, 0.8), a=rng.uniform(0.2, 0.6), p=rng.normal(0, 0.1))
         for _ in range(STUDIES)
     ]
-    found = outcomes(truths, run(128), monkeypatch)
-    wide, narrow = inside(found)
+    pairs = outcomes(truths, run(128), monkeypatch)
+    wide, narrow = inside(pairs)
     assert wide >= 19  # of 24 at 90 %: fewer come in 3 % of such tests
     assert 7 <= narrow <= 22  # at 50 %; wider than they need be, as a law of this form is not taken for certain
-    errors = [abs(said.loss.value / came - 1) for said, came in found]
+    errors = [abs(prediction.loss.value / came - 1) for prediction, came in pairs]
     assert np.median(errors) < 0.01
-    rates = [(said.log2_lr, truth.rate(*scale(run(128)))) for (said, _), truth in zip(found, truths, strict=True)]
+    rates = [
+        (prediction.log2_lr, truth.rate(*scale(run(128)))) for (prediction, _), truth in zip(pairs, truths, strict=True)
+    ]
     assert sum(band is not None and band.low90 <= rate <= band.high90 for band, rate in rates) >= 19
 
 
 def test_control_a_law_that_bends_beyond_the_rows_is_missed(monkeypatch: pytest.MonkeyPatch):
-    found = outcomes([Truth(bend=0.05)] * 8, run(256), monkeypatch)
-    assert inside(found)[0] <= 2
+    pairs = outcomes([Truth(bend=0.05)] * 8, run(256), monkeypatch)
+    assert inside(pairs)[0] <= 2
 
 
 def law_of(*, heads: tuple[int, ...] = HEADS, steps: tuple[int, ...] = STEPS, truth: Truth | None = None) -> Law:
@@ -124,12 +126,12 @@ def law_of(*, heads: tuple[int, ...] = HEADS, steps: tuple[int, ...] = STEPS, tr
 
 def test_a_law_over_sizes_and_lengths_has_their_exponents():
     law = law_of(heads=(8, 16, 32, 64), steps=(50, 100, 200, 400))
-    known = parameters(law)
+    constants = parameters(law)
     for name, value in {"a": 0.4, "b": 0.3}.items():
-        assert math.exp(known[name]["low"]) <= value <= math.exp(known[name]["high"])
-        assert known[name]["of_rows"]
-    assert known["p"]["value"] == pytest.approx(-0.5, abs=0.05)
-    assert known["q"]["value"] == pytest.approx(-0.2, abs=0.05)
+        assert math.exp(constants[name]["low"]) <= value <= math.exp(constants[name]["high"])
+        assert constants[name]["of_rows"]
+    assert constants["p"]["value"] == pytest.approx(-0.5, abs=0.05)
+    assert constants["q"]["value"] == pytest.approx(-0.2, abs=0.05)
     assert law.beyond[0] < fits.BEYOND  # leaving the largest out has shown that little is missed
     assert law.notes == ("the batch does not vary: no term in it",)
 
@@ -145,10 +147,10 @@ def test_a_batch_beyond_the_critical_one_costs_tokens():
             loss = math.log(1.2 + 0.6 * tokens**-0.3) + 0.02 * (x - x[3]) ** 2 + rng.normal(0, 0.001, len(x))
             settings.append(Setting(config, x, np.exp(loss)[:, None]))
     law = fitted(Points("mup", "training", tuple(settings), "digest", 140, ()))
-    known = parameters(law)
-    low, high = (2.0 ** (law.rows.centre[2] + float(known["B_crit"][end])) for end in ("low", "high"))
+    constants = parameters(law)
+    low, high = (2.0 ** (law.rows.centre[2] + float(constants["B_crit"][end])) for end in ("low", "high"))
     assert low < critical < high < 4 * low
-    assert known["r"]["value"] == pytest.approx(0.5, abs=0.05)
+    assert constants["r"]["value"] == pytest.approx(0.5, abs=0.05)
 
 
 def test_what_does_not_vary_has_no_term_and_nothing_is_said_of_it():
@@ -165,12 +167,12 @@ def test_farther_is_less_certain_and_is_said():
     law = law_of()
     widths = []
     for head_dim in (64, 128, 1024):
-        said = predict(law, run(head_dim))
-        widths.append(said.loss.high90 / said.loss.low90)
-        ratio = said.scale["parameters"] / predict(law, run(64)).scale["parameters"]
-        assert said.beyond["parameters"] == pytest.approx(ratio)
+        prediction = predict(law, run(head_dim))
+        widths.append(prediction.loss.high90 / prediction.loss.low90)
+        ratio = prediction.scale["parameters"] / predict(law, run(64)).scale["parameters"]
+        assert prediction.beyond["parameters"] == pytest.approx(ratio)
         words = f"extrapolates: {ratio:.3g} times the parameters of the largest model measured"
-        assert said.warnings[:1] == ((words,) if ratio > 1 else ())
+        assert prediction.warnings[:1] == ((words,) if ratio > 1 else ())
     assert widths == sorted(widths)
     assert widths[-1] > 2 * widths[0] - 1
 
@@ -195,15 +197,15 @@ def test_a_run_away_from_the_best_rate_has_its_price():
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"heads": (16,)}, "1 model sizes and 1 lengths of training"),
         ({"heads": (16, 32)}, "2 model sizes and 1 lengths of training"),
         ({"truth": Truth(c=-0.02)}, "end of the grid"),
     ],
 )
-def test_rows_without_a_law(change: dict, said: str):
-    with pytest.raises(NoLaw, match=said):
+def test_rows_without_a_law(change: dict, message: str):
+    with pytest.raises(NoLaw, match=message):
         law_of(**change)
 
 

@@ -90,18 +90,22 @@ def test_a_forecast_is_written_with_date_digest_config_and_intervals(folder: Pat
 
 def test_the_same_rows_read_from_the_folder_have_the_same_digest(folder: Path):
     content = record.read(folder / "forecast-mup-head_dim-128.json")
-    (found,) = points.load([folder])
-    assert (found.label, found.digest, found.rows) == ("mup", content["rows"]["digest"], content["rows"]["count"])
-    assert content["law"]["parameters"] == record.parameters(fitted(found))
+    (point_set,) = points.load([folder])
+    assert (point_set.label, point_set.digest, point_set.rows) == (
+        "mup",
+        content["rows"]["digest"],
+        content["rows"]["count"],
+    )
+    assert content["law"]["parameters"] == record.parameters(fitted(point_set))
 
 
 def test_rows_without_a_study_are_read_by_their_commands(folder: Path, tmp_path: Path):
     (tmp_path / "points.jsonl").write_bytes((folder / "points.jsonl").read_bytes())
-    of_base, found = points.load([tmp_path])  # of `mup` at its base no more is known than that it is `sp`
+    of_base, of_mup = points.load([tmp_path])  # of `mup` at its base no more is known than that it is `sp`
     (of_study,) = points.load([folder])
-    assert (of_base.label, found.label) == ("sp", "mup")
-    both = [setting.scale.tolist() for setting in (*of_base.settings, *found.settings)]
-    assert both == [setting.scale.tolist() for setting in of_study.settings]
+    assert (of_base.label, of_mup.label) == ("sp", "mup")
+    scales = [setting.scale.tolist() for setting in (*of_base.settings, *of_mup.settings)]
+    assert scales == [setting.scale.tolist() for setting in of_study.settings]
     with pytest.raises(points.PointsError, match=r"has no points\.jsonl"):
         points.load([tmp_path / "nowhere"])
 
@@ -123,16 +127,16 @@ def test_a_second_forecast_leaves_the_first_and_what_nothing_is_known_of_is_said
     before = (folder / "forecast-mup-head_dim-128.json").read_text()
     whats = ("head_dim=128", "head_dim=128,tokens=409600", "lm-tiny")
     assert study(folder, *(word for what in whats for word in ("--predict", what)))[0] == 1
-    said = " ".join(capsys.readouterr().out.split())
-    assert "no forecast of head_dim=128,tokens=409600 under mup: nothing is said of other tokens than 204,800" in said
-    assert "no forecast of lm-tiny under mup: nothing is said of other tokens" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "no forecast of head_dim=128,tokens=409600 under mup: nothing is said of other tokens than 204,800" in output
+    assert "no forecast of lm-tiny under mup: nothing is said of other tokens" in output
     assert record.read(folder / "forecast-mup-head_dim-128-2.json")["what"] == "head_dim=128"
     assert (folder / "forecast-mup-head_dim-128.json").read_text() == before
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--predict", "dim=128"], "no size is named 'dim'"),
         (["--predict", "tokens=100"], "no whole number of steps"),
@@ -141,10 +145,10 @@ def test_a_second_forecast_leaves_the_first_and_what_nothing_is_known_of_is_said
     ],
 )
 def test_what_cannot_be_forecast_is_refused_before_training(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["transfer", *GROW, "--out", str(tmp_path / "x"), *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

@@ -38,7 +38,7 @@ def test_a_step_of_the_limit_is_our_own_step() -> None:
     images = rng.standard_normal((IMAGES, 4, 4, 1)).astype(np.float32)
     targets = np.array([1, 7, 7], np.int32)
     stack = Stack(setup.numbers(run), positions=4, patch=4, classes=10, rng=rng)
-    seen = [stack.step(setup.patches(images, 2), targets) for _ in range(STEPS)]
+    limit_steps = [stack.step(setup.patches(images, 2), targets) for _ in range(STEPS)]
 
     program = assemble(run, jax.devices()[:1])
     params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in program.abstract.params.items()}
@@ -62,7 +62,7 @@ def test_a_step_of_the_limit_is_our_own_step() -> None:
     for _ in range(STEPS):
         state, metrics = step(state, inputs, batch)
         losses.append(float(metrics["loss"]))
-    limit = np.array([one.loss[0] for one in seen])
+    limit = np.array([one.loss[0] for one in limit_steps])
     assert limit[0] == pytest.approx(np.log(10))
     assert abs(limit[-1] - limit[0]) > 0.05
     np.testing.assert_allclose(losses, limit, rtol=2e-5)

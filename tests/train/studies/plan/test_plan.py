@@ -40,14 +40,14 @@ def planned(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> tupl
     words = shlex.split(
         f"--model.width 16 --preset.base {BASE} --steps 2 --from {folder} --price 2 --tokens-per-second 128"
     )
-    said = plan(capsys, "lm-tiny", *words, *TINY, "--out", str(out))
-    return json.loads(out.read_text()), said
+    output = plan(capsys, "lm-tiny", *words, *TINY, "--out", str(out))
+    return json.loads(out.read_text()), output
 
 
 def test_the_printed_command_trains_and_is_scored(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    content, said = planned(folder, tmp_path / "plan.json", capsys)
+    content, output = planned(folder, tmp_path / "plan.json", capsys)
     lines = {line["what"]: line for line in content["numbers"]}
     assert lines["parameters"]["value"] == f"{content['forecast']['scale']['parameters']:,}"
     assert lines["peak rate"]["interval"].startswith("2^-")
@@ -56,7 +56,7 @@ def test_the_printed_command_trains_and_is_scored(
     assert lines["weight decay"]["from"] == "recipe lm-tiny"
     assert {"mesh", "remat", "memory", "FLOPs", "cost", "warm-up", "betas", "eps", "schedule"} <= set(lines)
     assert any("times the parameters of the smallest model measured" in caution for caution in content["cautions"])
-    assert content["command"] in said
+    assert content["command"] in output
 
     # Two steps on this machine, by the command that was printed.
     monkeypatch.chdir(tmp_path)
@@ -80,21 +80,21 @@ def test_rows_are_scored_by_their_own_config(folder: Path, tmp_path: Path, capsy
     content, _ = planned(folder, tmp_path / "plan.json", capsys)
     config = record.config_of(content["forecast"])
     Trained(tmp_path / "rows").row(config)
-    said = tmp_path / "plan.json"
-    assert main(["plan", "score", str(said), str(tmp_path / "rows")]) == 0
+    plan_path = tmp_path / "plan.json"
+    assert main(["plan", "score", str(plan_path), str(tmp_path / "rows")]) == 0
     out = capsys.readouterr().out
     assert f"loss {least(config):.1f}"[:-1] in out
     assert "inside the 90 % interval" in out
     assert "rows carry no date" in out
 
-    assert main(["plan", "score", str(said), str(folder)]) == 2
+    assert main(["plan", "score", str(plan_path), str(folder)]) == 2
     assert "has no row of the run that is forecast" in capsys.readouterr().err
     other = parse("lm-tiny", recipe("lm-tiny"), ["--optimizer.b2", "0.9"]).config
     fields = [name for name, *_ in score.other(content["forecast"], other)]
     assert {"optimizer.b2", "steps", "model.width"} <= set(fields)
     content["forecast"]["prediction"]["loss"]["high90"] = 9.0
-    said.write_text(json.dumps(content))
-    assert main(["plan", "score", str(said), str(folder)]) == 2
+    plan_path.write_text(json.dumps(content))
+    assert main(["plan", "score", str(plan_path), str(folder)]) == 2
     assert "not as it was written" in capsys.readouterr().err
 
 
@@ -123,13 +123,13 @@ def test_a_plan_for_chips_takes_the_compilers_mesh(capsys: pytest.CaptureFixture
         "roofline": {"step_seconds": 3.6, "mfu": 0.5},
     }
     monkeypatch.setattr(search, "search", lambda *args: [report])
-    said = plan(capsys, "gpt2-c4", "--tokens", "10b", "--chips", "v5e:4x4", "--price", "1")
-    assert "--mesh.fsdp 16" in said
-    assert "--model.compute.remat block" in said
-    assert "--accumulation-steps 2" in said
-    assert "19.1 h, 3.6 s a step" in said  # 19,073 steps
-    assert "cost 305.17" in said
-    assert "caution: no study: nothing is predicted of the loss" in said
+    output = plan(capsys, "gpt2-c4", "--tokens", "10b", "--chips", "v5e:4x4", "--price", "1")
+    assert "--mesh.fsdp 16" in output
+    assert "--model.compute.remat block" in output
+    assert "--accumulation-steps 2" in output
+    assert "19.1 h, 3.6 s a step" in output  # 19,073 steps
+    assert "cost 305.17" in output
+    assert "caution: no study: nothing is predicted of the loss" in output
     report |= {"fits": False, "peak_bytes_per_device": 2**35, "roofline": None}
     assert "does not fit v5e:4x4 by 16 GiB" in plan(capsys, "gpt2-c4", "--chips", "v5e:4x4", code=1)
 
@@ -139,34 +139,34 @@ def test_without_the_compiler_the_formula_says_so(capsys: pytest.CaptureFixture[
         raise topology.TopologyError("the TPU compiler is not installed")
 
     monkeypatch.setattr(topology, "ready", missing)
-    said = plan(capsys, "gpt2-c4", "--tokens", "1b", "--chips", "v5e:4x4", "--mfu", "0.5")
-    assert "formula: state alone, split over all chips" in said
-    assert "memory of activations, mesh and remat are not known: the TPU compiler is not installed" in said
+    output = plan(capsys, "gpt2-c4", "--tokens", "1b", "--chips", "v5e:4x4", "--mfu", "0.5")
+    assert "formula: state alone, split over all chips" in output
+    assert "memory of activations, mesh and remat are not known: the TPU compiler is not installed" in output
 
 
 def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     words = ["--preset.base", BASE, *TINY, "--from", str(folder), "--tokens-per-second", "1e3"]
-    said = plan(capsys, "lm-tiny", *words, "--tokens", "1m", "--optimizer.b2", "0.99")
-    assert "no loss is predicted" in said
-    assert "optimizer.b2 0.99 (measured: 0.95)" in said
-    assert "that it stays is the preset's claim" in said
-    assert "published rules contradict each other at 3.91e+03 times the tokens" in said
-    assert "not used" not in said
-    assert "step-law" in said
+    output = plan(capsys, "lm-tiny", *words, "--tokens", "1m", "--optimizer.b2", "0.99")
+    assert "no loss is predicted" in output
+    assert "optimizer.b2 0.99 (measured: 0.95)" in output
+    assert "that it stays is the preset's claim" in output
+    assert "published rules contradict each other at 3.91e+03 times the tokens" in output
+    assert "not used" not in output
+    assert "step-law" in output
 
 
 def test_a_model_alone_is_planned_as_the_studys_run_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Its data, batch, clip and base, where no flag says otherwise; a name behind --model is enough."""
-    given = ["--from", str(folder), "--tokens-per-second", "1e3", "--out", str(tmp_path / "plan")]
+    options = ["--from", str(folder), "--tokens-per-second", "1e3", "--out", str(tmp_path / "plan")]
     config = {}
     for way, words in {
-        "flag": ["--model", "lm-proxy", *given],
-        "word": ["lm-proxy", *given],
-        "longer": ["--tokens", "1m", "--model=lm-proxy", *given, "--optimizer.clip-norm", "0.5"],
+        "flag": ["--model", "lm-proxy", *options],
+        "word": ["lm-proxy", *options],
+        "longer": ["--tokens", "1m", "--model=lm-proxy", *options, "--optimizer.clip-norm", "0.5"],
     }.items():
         plan(capsys, *words)
         content = json.loads((tmp_path / "plan").read_text())
@@ -175,12 +175,12 @@ def test_a_model_alone_is_planned_as_the_studys_run_was(
         config[way] = parse("lm-tiny", recipe("lm-tiny"), shlex.split(flags)).config
         assert lines["batch"] == ("8 x 128 tokens", "", f"study {folder}")
         assert lines["loss"][:2] == ("not predicted", "no interval")  # its sequences are longer than the study's
-        said = " ".join(content["cautions"])
-        assert "model.seq_len 128 (measured: 16)" in said
+        cautions = " ".join(content["cautions"])
+        assert "model.seq_len 128 (measured: 16)" in cautions
         if way == "longer":
             assert (
                 "not used: it is another at optimizer.clip_norm 0.5 (measured: 1.0); write --optimizer.clip-norm 1.0"
-                in said
+                in cautions
             )
             assert lines["peak rate"][1:] == ("", "the recipe")
         else:
@@ -196,8 +196,10 @@ def test_a_model_alone_is_planned_as_the_studys_run_was(
 def test_a_recipe_with_another_base_is_told_what_to_write(folder: Path, capsys: pytest.CaptureFixture[str]):
     """And what it is told to write is enough."""
     words = ["lm-tiny", "--from", str(folder), "--tokens-per-second", "1e3"]
-    said = plan(capsys, *words)
-    assert f"not used: it is another at preset.base lm-proxy (measured: {BASE}); write --preset.base {BASE} to" in said
+    output = plan(capsys, *words)
+    assert (
+        f"not used: it is another at preset.base lm-proxy (measured: {BASE}); write --preset.base {BASE} to" in output
+    )
     assert "not used" not in plan(capsys, *words, "--preset.base", BASE)
     assert f"no study of mup-half: --from has mup; write --preset.base {BASE} --preset.name mup for" in plan(
         capsys, *words, "--preset", "mup-half"
@@ -220,8 +222,8 @@ def test_time_memory_and_cost_have_a_range_or_say_that_they_have_none(
     )
     assert high > 4 * low
     assert interval()["memory"].count(" MiB") == 2
-    given = interval("--tokens-per-second", "1e3")
-    assert given["time"] == given["cost"] == "no interval"
+    intervals = interval("--tokens-per-second", "1e3")
+    assert intervals["time"] == intervals["cost"] == "no interval"
 
 
 @pytest.mark.core
@@ -238,7 +240,7 @@ def test_a_roofline_is_the_lower_end_of_a_time():
 def test_a_plan_by_the_compiler_itself(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Mesh, memory and time of a small decoder as the TPU compiler has them, and a command that says that mesh."""
     words = ["--model", "lm-proxy", "--data.batch-size", "16", "--tokens", "10m", "--from", str(folder), "--price", "1"]
-    said = plan(capsys, *words, "--chips", "v5e:2x2", "--limit", "2", "--out", str(tmp_path / "plan"))
+    output = plan(capsys, *words, "--chips", "v5e:2x2", "--limit", "2", "--out", str(tmp_path / "plan"))
     content = json.loads((tmp_path / "plan").read_text())
     lines = {line["what"]: line for line in content["numbers"]}
     assert lines["mesh"]["from"] == lines["memory"]["from"] == "TPU compiler for v5e:2x2"
@@ -247,7 +249,7 @@ def test_a_plan_by_the_compiler_itself(folder: Path, tmp_path: Path, capsys: pyt
     assert "roofline of the compiled step" in lines["time"]["from"]
     assert "to" in lines["time"]["interval"] or "at least" in lines["time"]["interval"]
     assert lines["cost"]["interval"] != "no interval"
-    assert content["command"] in said
+    assert content["command"] in output
     _, _, flags = content["command"].partition("python -m train lm-tiny ")
     config = parse("lm-tiny", recipe("lm-tiny"), shlex.split(flags)).config
     assert config.data.batch_size == 16
@@ -258,7 +260,7 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
     """And the loss is the one at that rate."""
     losses = []
     for words in ((), ("--optimizer.peak-lr", "0.03125")):
-        given = [
+        options = [
             "lm-tiny",
             "--preset.base",
             BASE,
@@ -270,15 +272,15 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
             "--out",
             str(tmp_path / "plan"),
         ]
-        said = plan(capsys, *given, *words)
+        output = plan(capsys, *options, *words)
         losses.append(json.loads((tmp_path / "plan").read_text())["forecast"]["prediction"]["loss"]["value"])
-    assert "peak rate 0.03125 = 2^-5 asked for" in said
+    assert "peak rate 0.03125 = 2^-5 asked for" in output
     assert losses[1] / losses[0] == pytest.approx(1.08, abs=0.03)  # two octaves, at 0.02 of the log of the loss each
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["lm-tny"], "no recipe is named 'lm-tny'"),
         (["gpt2-medium"], "gpt2-medium is a model; write a recipe and --model gpt2-medium"),
@@ -296,6 +298,6 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
         (["score", "nowhere.json", "x"], "no such file"),
     ],
 )
-def test_bad_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+def test_bad_input(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *words]) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -72,11 +72,11 @@ def test_norms_embeddings_and_readouts_of_others() -> None:
 @pytest.mark.parametrize("name", ["dicts of arrays by hand", "NNX: nnx.Linear, nnx.MultiHeadAttention"])
 def test_what_is_found_gives_the_model_a_preset(name: str) -> None:
     (build, sizes), roles = traced_roles.FOREIGN[name], traced_roles.traced(name)
-    made = zoo.define_function(
+    definition = zoo.define_function(
         lambda *_: None, build(sizes)[0], roles.specs, sizes={"layers": 2}, tied_readout=roles.tied
     )
-    assert made.specs == roles.specs
-    assert made.sizes == {**sizes, "layers": 2}
+    assert definition.specs == roles.specs
+    assert definition.sizes == {**sizes, "layers": 2}
 
 
 def test_the_command_on_a_function(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ Shapes = Callable[[Mapping[str, int]], dict[str, tuple[int, ...]]]
 Branch = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
 
 
-def roles(extra: Shapes, branch: Branch, sizes: Mapping[str, int] = SIZES, outside: Branch | None = None) -> Roles:
+def roles_of(extra: Shapes, branch: Branch, sizes: Mapping[str, int] = SIZES, outside: Branch | None = None) -> Roles:
     """Roles of a residual model of patches whose one branch, or what follows it, has the parameters `extra`."""
 
     def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
@@ -63,18 +63,18 @@ def attend(weigh: Callable[[jax.Array], jax.Array], q: str, k: str) -> Branch:
     return branch
 
 
-def refusal(found: Roles, *names: str) -> str:
+def refusal(roles: Roles, *names: str) -> str:
     """The one reason of these parameters, and of no others."""
-    assert tuple(sorted(found.refused)) == names
-    return found.refused[names[0]]
+    assert tuple(sorted(roles.refused)) == names
+    return roles.refused[names[0]]
 
 
 def test_the_model_itself_is_found() -> None:
     """The control of all that follow: without what is wrong in them nothing is refused."""
-    assert {name: spec.group for name, spec in roles(mlp, run_mlp).specs.items()} == {
+    assert {name: spec.group for name, spec in roles_of(mlp, run_mlp).specs.items()} == {
         "patch": "patch_embedding", "readout": "readout", "up": "block.mlp_in", "down": "block.mlp_out"
     }  # fmt: skip
-    attention = roles(heads, attend(jax.nn.softmax, "q", "k"), ATTENTION)
+    attention = roles_of(heads, attend(jax.nn.softmax, "q", "k"), ATTENTION)
     assert attention.refused == {}
     assert [attention.specs[name].group for name in "qkvo"] == [
         "block.query", "block.key", "block.value", "block.attention_out"
@@ -82,24 +82,24 @@ def test_the_model_itself_is_found() -> None:
 
 
 def test_a_parameter_that_is_not_used() -> None:
-    found = roles(lambda s: mlp(s) | {"idle": (s["embed"],)}, run_mlp)
-    assert refusal(found, "idle") == "the loss does not use it; leave it out"
+    roles = roles_of(lambda s: mlp(s) | {"idle": (s["embed"],)}, run_mlp)
+    assert refusal(roles, "idle") == "the loss does not use it; leave it out"
 
 
 def test_two_uses_with_another_fan_in() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x @ p["up"]) @ p["up"].T
 
-    reason = refusal(roles(lambda s: {"up": mlp(s)["up"]}, branch), "up")
+    reason = refusal(roles_of(lambda s: {"up": mlp(s)["up"]}, branch), "up")
     assert reason.startswith("its uses do not agree: contracts embed; a nonlinearity")
     assert reason.endswith("make them parameters of their own, or declare its role")
 
 
 def test_one_matrix_as_query_and_key() -> None:
-    found = roles(
+    roles = roles_of(
         lambda s: {k: v for k, v in heads(s).items() if k != "k"}, attend(jax.nn.softmax, "q", "q"), ATTENTION
     )
-    assert refusal(found, "q").startswith(
+    assert refusal(roles, "q").startswith(
         "its uses do not agree: its products with those of q go through a softmax over its own rows"
     )
 
@@ -114,7 +114,7 @@ def test_queries_keys_and_values_in_one_array() -> None:
         q, k, v = (y[:, :, i].swapaxes(1, 2) for i in range(3))
         return jnp.einsum("bhtn,hnd->btd", jax.nn.softmax(q @ k.swapaxes(2, 3)) @ v, p["o"])
 
-    reason = refusal(roles(fused, branch, ATTENTION), "qkv")
+    reason = refusal(roles_of(fused, branch, ATTENTION), "qkv")
     assert reason.startswith("dimension 1 is 3 x heads x head_dim; a declaration names one axis a dimension")
 
 
@@ -132,50 +132,50 @@ def test_an_axis_that_is_another_at_all_sizes() -> None:
 
 
 def test_a_size_that_has_no_name() -> None:
-    found = roles(lambda s: {"up": (s["embed"], 4 * s["embed"]), "down": (4 * s["embed"], s["embed"])}, run_mlp)
-    assert refusal(found, "down", "up").startswith(
+    roles = roles_of(lambda s: {"up": (s["embed"], 4 * s["embed"]), "down": (4 * s["embed"], s["embed"])}, run_mlp)
+    assert refusal(roles, "down", "up").startswith(
         "dimension 0 is 4 x embed; make embed a dimension of its own, or name"
     )
-    found = roles(lambda s: {"up": (s["embed"], 9), "down": (9, s["embed"])}, run_mlp)
-    assert refusal(found, "down", "up").startswith("dimension 0, of size 9, grows with none of patch, embed, mlp")
+    roles = roles_of(lambda s: {"up": (s["embed"], 9), "down": (9, s["embed"])}, run_mlp)
+    assert refusal(roles, "down", "up").startswith("dimension 0, of size 9, grows with none of patch, embed, mlp")
 
 
 def test_a_product_over_a_part_of_an_axis() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x[..., :3] @ p["up"][:3]) @ p["down"]
 
-    assert refusal(roles(mlp, branch), "up").startswith("a product sums over 3 of the 6 along its dimension 0")
+    assert refusal(roles_of(mlp, branch), "up").startswith("a product sums over 3 of the 6 along its dimension 0")
 
 
 def test_what_is_computed_of_a_parameter_first() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.nn.gelu(x @ jnp.tanh(p["up"])) @ p["down"]
 
-    assert refusal(roles(mlp, branch), "up").startswith("it is computed with (tanh) before it meets an activation")
+    assert refusal(roles_of(mlp, branch), "up").startswith("it is computed with (tanh) before it meets an activation")
 
 
 def test_a_product_of_two_parameters() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return x @ (p["up"] @ p["down"])
 
-    assert refusal(roles(mlp, branch), "down", "up").startswith("it is computed with (dot) before it meets")
+    assert refusal(roles_of(mlp, branch), "down", "up").startswith("it is computed with (dot) before it meets")
 
 
 def test_attention_without_a_softmax() -> None:
-    found = roles(heads, attend(lambda logits: logits, "q", "k"), ATTENTION)
-    assert refusal(found, "k", "o", "q", "v").startswith(
+    roles = roles_of(heads, attend(lambda logits: logits, "q", "k"), ATTENTION)
+    assert refusal(roles, "k", "o", "q", "v").startswith(
         "a product of two activations, which is no softmax's attention"
     )
-    found = roles(heads, attend(jax.nn.sigmoid, "q", "k"), ATTENTION)
-    assert refusal(found, "k", "o", "q", "v").startswith(
+    roles = roles_of(heads, attend(jax.nn.sigmoid, "q", "k"), ATTENTION)
+    assert refusal(roles, "k", "o", "q", "v").startswith(
         "a product of two activations, which is no softmax's attention"
     )
 
 
 def test_a_softmax_over_queries() -> None:
     """Slot attention: weights of a key add up to 1 over queries, and are summed over keys."""
-    found = roles(heads, attend(lambda logits: jax.nn.softmax(logits, axis=-2), "q", "k"), ATTENTION)
-    assert refusal(found, "k", "o", "q", "v").startswith(
+    roles = roles_of(heads, attend(lambda logits: jax.nn.softmax(logits, axis=-2), "q", "k"), ATTENTION)
+    assert refusal(roles, "k", "o", "q", "v").startswith(
         "a product of two activations, which is no softmax's attention"
     )
 
@@ -187,8 +187,8 @@ def test_experts_that_nothing_chooses() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jnp.einsum("btef,efd->btd", jax.nn.gelu(jnp.einsum("btd,edf->btef", x, p["up"])), p["down"])
 
-    found = roles(extra, branch, SIZES | {"experts": 4})
-    assert refusal(found, "down", "up").startswith("it has an axis of experts, and no index or batch dimension has a")
+    roles = roles_of(extra, branch, SIZES | {"experts": 4})
+    assert refusal(roles, "down", "up").startswith("it has an axis of experts, and no index or batch dimension has a")
 
 
 def routed(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
@@ -212,15 +212,15 @@ def in_groups(activation: Callable[[jax.Array], jax.Array]) -> Branch:
 
 def test_experts_by_products_of_rows_in_groups() -> None:
     """And a control: without a nonlinearity between them they are no MLP."""
-    found = roles(routed, in_groups(jax.nn.gelu), SIZES | {"experts": 4})
-    assert found.refused == {}
-    specs = {name: (spec.group, spec.axes, spec.fan_in) for name, spec in found.specs.items()}
+    roles = roles_of(routed, in_groups(jax.nn.gelu), SIZES | {"experts": 4})
+    assert roles.refused == {}
+    specs = {name: (spec.group, spec.axes, spec.fan_in) for name, spec in roles.specs.items()}
     assert {name: specs[name] for name in ("router", "up", "down")} == {
         "router": ("block.router", ("embed", "experts"), ("embed",)),
         "up": ("block.expert_in", ("experts", "embed", "mlp"), ("embed",)),
         "down": ("block.expert_out", ("experts", "mlp", "embed"), ("mlp",)),
     }
-    linear = roles(routed, in_groups(lambda h: h), SIZES | {"experts": 4})
+    linear = roles_of(routed, in_groups(lambda h: h), SIZES | {"experts": 4})
     assert refusal(linear, "down", "up").startswith("an index chooses among its matrices, and it is neither")
 
 
@@ -234,13 +234,13 @@ def test_a_hidden_layer_that_is_neither_first_nor_last() -> None:
     def branch(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return (normed(jax.nn.gelu(jax.nn.gelu(x @ p["up"]) @ p["mid"])) * p["gain"]) @ p["down"]
 
-    found = roles(extra, branch, SIZES | {"expert_dim": 22})
-    assert [found.specs[name].group for name in ("up", "mid", "down")] == [
+    roles = roles_of(extra, branch, SIZES | {"expert_dim": 22})
+    assert [roles.specs[name].group for name in ("up", "mid", "down")] == [
         "block.mlp_in",
         "block.hidden",
         "block.mlp_out",
     ]
-    assert refusal(found, "gain").startswith("it multiplies a norm of what a nonlinearity made of the hidden")
+    assert refusal(roles, "gain").startswith("it multiplies a norm of what a nonlinearity made of the hidden")
 
 
 def test_what_nothing_can_be_seen_through() -> None:
@@ -248,23 +248,23 @@ def test_what_nothing_can_be_seen_through() -> None:
         h = x @ p["up"]
         return jax.pure_callback(lambda h: h, jax.ShapeDtypeStruct(h.shape, h.dtype), h) @ p["down"]
 
-    assert refusal(roles(mlp, callback), "down", "up").startswith(
+    assert refusal(roles_of(mlp, callback), "down", "up").startswith(
         "it reads or feeds pure_callback, through which nothing"
     )
 
     def loop(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda h: jnp.sum(h) < 1, lambda h: 2 * h, x @ p["up"]) @ p["down"]
 
-    assert refusal(roles(mlp, loop), "down", "up").startswith("it reads or feeds while, through which nothing")
+    assert refusal(roles_of(mlp, loop), "down", "up").startswith("it reads or feeds while, through which nothing")
 
 
 def test_vectors_without_a_matrix_or_norm() -> None:
     def vector(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         return mlp(s) | {"w": (s["embed"],)}
 
-    scaled = roles(vector, run_mlp, outside=lambda p, x: x * p["w"])
+    scaled = roles_of(vector, run_mlp, outside=lambda p, x: x * p["w"])
     assert refusal(scaled, "w").startswith("it multiplies what no norm made, outside of all branches")
-    added = roles(vector, run_mlp, outside=lambda p, x: x + p["w"])
+    added = roles_of(vector, run_mlp, outside=lambda p, x: x + p["w"])
     assert refusal(added, "w").startswith("it is added to no matrix's product, as neither their bias nor a position")
 
 
@@ -278,13 +278,13 @@ def test_a_norm_between_branches() -> None:
     def shapes(s: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         return mlp(s) | {f"{name}2": shape for name, shape in mlp(s).items()} | {"w": (s["embed"],)}
 
-    reason = refusal(roles(shapes, run_mlp, outside=outside), "w")
+    reason = refusal(roles_of(shapes, run_mlp, outside=outside), "w")
     assert reason.startswith("it acts on the stream itself between two branches")
 
 
 def test_sizes_that_are_no_axes() -> None:
     with pytest.raises(PresetError, match="no logical axis is named 'width'; the axes are layers, embed"):
-        roles(mlp, run_mlp, SIZES | {"width": 3})
+        roles_of(mlp, run_mlp, SIZES | {"width": 3})
 
 
 def test_other_parameters_at_other_sizes() -> None:
@@ -292,4 +292,4 @@ def test_other_parameters_at_other_sizes() -> None:
         return mlp(s) | ({"more": (s["embed"],)} if s["mlp"] > 20 else {})
 
     with pytest.raises(PresetError, match="with mlp 28 the model has other parameters: more"):
-        roles(extra, run_mlp)
+        roles_of(extra, run_mlp)

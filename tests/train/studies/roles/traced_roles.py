@@ -90,15 +90,15 @@ def table() -> str:
     total = [0, 0, 0]
     for name, config in CASES.items():
         roles, declared = traced(name), len(config.parameters()) + (config.tied_readout is not None)
-        found = len(roles.specs) + (roles.tied is not None)
-        same = found - len(models.differences(config, roles))
-        total = [sum(pair) for pair in zip(total, (declared, found, same), strict=True)]
-        rows.append(f"| {name} | {declared} | {found} | {same} |")
+        count = len(roles.specs) + (roles.tied is not None)
+        same = count - len(models.differences(config, roles))
+        total = [sum(pair) for pair in zip(total, (declared, count, same), strict=True)]
+        rows.append(f"| {name} | {declared} | {count} | {same} |")
     rows.append(f"| **the zoo** | **{total[0]}** | **{total[1]}** | **{total[2]}** |")
     for name in FOREIGN:
         roles = traced(name)
-        found, tied = len(roles.specs), roles.tied is not None
-        rows.append(f"| {name} | {found + len(roles.refused) + tied} | {found + tied} | |")
+        count, tied = len(roles.specs), roles.tied is not None
+        rows.append(f"| {name} | {count + len(roles.refused) + tied} | {count + tied} | |")
     return "\n".join(rows)
 
 

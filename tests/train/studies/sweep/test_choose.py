@@ -38,7 +38,7 @@ def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch)
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], cores: int = 8) -> None:
     """Trials find these seconds per pack of (points at once, packs side by side)."""
     monkeypatch.setattr(
-        choose.Chooser, "_seconds", lambda self, trainer, points, beside=1: seconds[trainer.count, beside]
+        choose.Chooser, "_seconds", lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent]
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
 
@@ -100,8 +100,8 @@ def test_side_by_side_points_have_the_same_bits(
     notes: list[str] = []
     chosen, one = points(config_of(text)), jax.devices()[:1]
     rows = sweep.run(chosen, tmp_path / "a", watcher=Noted(notes), devices=one)
-    said = "in turn: a step takes 10 ms one by one, 6 ms by 2 side by side, 6 ms by 4 side by side"
-    assert said in notes
+    note = "in turn: a step takes 10 ms one by one, 6 ms by 2 side by side, 6 ms by 4 side by side"
+    assert note in notes
     assert most == [2]
     assert [(row.curve, row.eval_loss) for row in rows] == [(row.curve, row.eval_loss) for row in on_one]
     # Eight devices of one program would wait for each other.
@@ -114,11 +114,11 @@ def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
 ) -> None:
     timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
     chosen, one = points(config_of(text)), jax.devices()[:1]
-    asked: list[int] = []
+    calls: list[int] = []
 
     def stop() -> bool:
-        asked.append(1)
-        return len(asked) >= 15
+        calls.append(1)
+        return len(calls) >= 15
 
     with pytest.raises(sweep.Stopped):
         sweep.run(chosen, tmp_path, stop=stop, devices=one)
@@ -140,14 +140,14 @@ class Crowded(sweep.Watcher):
     """A watcher that takes its time, and knows whether it was told two things at once."""
 
     def __init__(self) -> None:
-        self.inside, self.most, self.said = 0, 0, 0
+        self.inside, self.most, self.calls = 0, 0, 0
 
     def _told(self) -> None:
         self.inside += 1
         self.most = max(self.most, self.inside)
         time.sleep(0.01)
         self.inside -= 1
-        self.said += 1
+        self.calls += 1
 
     def training(self, points: Any, step: int, losses: Any) -> None:
         self._told()
@@ -163,7 +163,7 @@ def test_side_by_side_the_watcher_is_told_one_thing_at_a_time(
     monkeypatch.setattr(work, "FETCH_EVERY", 1)
     crowded = Crowded()
     sweep.run(points(config_of(text)), tmp_path, watcher=crowded, devices=jax.devices()[:1], evaluated=False)
-    assert crowded.said == 4 * (STEPS + 1)
+    assert crowded.calls == 4 * (STEPS + 1)
     assert crowded.most == 1
 
 
@@ -171,10 +171,10 @@ def test_side_by_side_an_error_is_said_before_a_stop(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timed(monkeypatch, {(1, 1): 0.01, (1, 2): 0.006, (1, 4): 0.01})
-    both, order = threading.Barrier(2), iter((sweep.Stopped(), OSError("no space left")))
+    barrier, order = threading.Barrier(2), iter((sweep.Stopped(), OSError("no space left")))
 
     def train(self: Any, members: Any) -> Any:
-        both.wait(60)
+        barrier.wait(60)
         error = next(order)
         if isinstance(error, OSError):
             time.sleep(0.2)  # the stop comes first
@@ -197,15 +197,15 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
     compiled = sweep_pack.trainer
 
     def broken(*args: Any) -> Any:
-        made, begun = compiled(*args), [0]
+        trainer, begun = compiled(*args), [0]
 
         def begin(points: Any) -> Any:
             begun[0] += 1
             if begun[0] == 3:  # the second of the two side by side
                 raise MemoryError("no room for a second state")
-            return made.begin(points)
+            return trainer.begin(points)
 
-        return dataclasses.replace(made, begin=begin)
+        return dataclasses.replace(trainer, begin=begin)
 
     monkeypatch.setattr(sweep_pack, "trainer", broken)
     with pytest.raises(MemoryError, match="no room for a second state"):

@@ -39,18 +39,18 @@ def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsy
     assert "heads 4 rates.readout 0.5" in out
     assert "2^-9" in out
     assert "lowest evaluation loss" in out
-    found = json.loads((tmp_path / "out" / "sweep.json").read_text())
-    assert len(found["points"]) == 4
-    assert all(point["eval_loss"] > 0 for point in found["points"])
-    assert {point["command"].count("--preset.constants rates.readout=0.5") for point in found["points"]} == {0, 1}
-    assert len({point["loss"] for point in found["points"]}) == 4
+    record = json.loads((tmp_path / "out" / "sweep.json").read_text())
+    assert len(record["points"]) == 4
+    assert all(point["eval_loss"] > 0 for point in record["points"])
+    assert {point["command"].count("--preset.constants rates.readout=0.5") for point in record["points"]} == {0, 1}
+    assert len({point["loss"] for point in record["points"]}) == 4
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     assert "4 of 4 points are done already" in capsys.readouterr().out
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("lm-tin --lr 0.1", "no recipe is named 'lm-tin'"),
         ("lm-tiny --lr 2^-12:2^-4", "write START:STOP:COUNT"),
@@ -75,25 +75,25 @@ def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsy
     ],
 )
 def test_what_is_no_sweep_is_refused(
-    words: str, said: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = words if "--mesh" not in words else f"{COMMAND} {words.partition(' ')[2]} --data.name {text}"
-    assert main(["sweep", *given.split(), "--out", str(tmp_path / "out")]) == 2
+    flags = words if "--mesh" not in words else f"{COMMAND} {words.partition(' ')[2]} --data.name {text}"
+    assert main(["sweep", *flags.split(), "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) <= 10
 
 
 @pytest.mark.core
 def test_the_best_rate_of_a_sweep_becomes_a_tuned_preset(text: str, tmp_path: Path) -> None:
     rates, best = 2.0 ** np.arange(-10, -4.9, 0.5), -7.3
-    found = [
+    plans = [
         sweep_command.Planned(0, "", "", dataclasses.replace(config, preset=PresetConfig(name="mup", base="lm-proxy")))
         for config in points(config_of(text), rates)
     ]
-    losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in found]
+    losses = [1 + (np.log2(p.config.optimizer.peak_lr) - best) ** 2 + 0.01 * p.config.seed for p in plans]
     rows = [Row(str(i), "", loss, None, None, (), STEPS, 1.0, "in turn") for i, loss in enumerate(losses)]
-    judged = sweep_command.judged(found, rows, "")
+    judged = sweep_command.judged(plans, rows, "")
     path, word = transfer_tuned.save(str(tmp_path / "mup.mine.json"), "mup", judged, "the command")
     assert word == f"mup:{path}"
     saved = find.load(path)
@@ -174,7 +174,7 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
 
 
 @pytest.mark.parametrize(
-    ("lr", "losses", "said"),
+    ("lr", "losses", "message"),
     [
         ("2^-8:2^-4:5", [3.0, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-3 too"),
         ("2^-8:2^-4:5", [2.6, 2.9, 2.8, 2.7, 2.65], "at the end of the grid; train at 2^-9 too"),
@@ -186,7 +186,7 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
 def test_a_sweep_without_a_best_rate_says_what_to_add(
     lr: str,
     losses: list[float],
-    said: str,
+    message: str,
     text: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -196,13 +196,13 @@ def test_a_sweep_without_a_best_rate_says_what_to_add(
     assert (code, len(figures)) == (0, 1)
     (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert note.startswith("note: no best rate, by training loss, for mup at width 16: ")
-    assert note.endswith(said)
+    assert note.endswith(message)
     path = tmp_path / "mup.mine.json"
     code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
     assert code == 1
     out, err = capsys.readouterr()
     assert err.startswith("error: every point is trained, but there is no rate to save: at width 16, ")
-    assert err.endswith(f"{said}\n")
+    assert err.endswith(f"{message}\n")
     assert (tmp_path / "sweep.json").exists()
     assert "picture in" in out
     assert not path.exists()
@@ -231,8 +231,8 @@ def test_the_benchmark_counts_whole_commands(
     words = ["--tiny", "--rates", "2", "--seeds", "1", "--steps", "3", "--alone", "1", "--json"]
     assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
     assert ran == ["lm-tiny", "sweep", "lm-tiny"]
-    found = json.loads((tmp_path / "cost.json").read_text())
-    whole, step = found["results"]
+    record = json.loads((tmp_path / "cost.json").read_text())
+    whole, step = record["results"]
     assert whole["ms"] == {"sweep": 3000.0, "runs of their own": 6000.0}
     assert whole["ratio"] == {"runs of their own": 0.5}
     assert step["ratio"]["runs of their own"] > 0

@@ -33,12 +33,12 @@ def test_a_run_is_named_as_its_row_on_disk_is(recipe: str) -> None:
 @pytest.mark.core
 def test_control_what_changes_training_changes_the_name() -> None:
     config = RECIPES["lm-tiny"]()
-    others = [
+    variants = [
         dataclasses.replace(config, seed=1),
         dataclasses.replace(config, z_loss=1e-4),
         dataclasses.replace(config, vmem_kib=16384),
         dataclasses.replace(config, model=dataclasses.replace(config.model, window=8)),
         dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, moment_dtype="bfloat16")),
     ]
-    names = {key_of(each, "data") for each in (config, *others)}
-    assert len(names | {key_of(config, "other data")}) == len(others) + 2
+    names = {key_of(each, "data") for each in (config, *variants)}
+    assert len(names | {key_of(config, "other data")}) == len(variants) + 2

@@ -102,10 +102,10 @@ def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_p
     assert main([*words[3:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
     # Nine digits tell all float32 apart.
-    assert [float(f"{found['loss']:.9g}") for found in rows if "loss" in found] == list(row.curve)
-    assert [found["eval_loss"] for found in rows if "eval_loss" in found] == [row.eval_loss]
+    assert [float(f"{record['loss']:.9g}") for record in rows if "loss" in record] == list(row.curve)
+    assert [record["eval_loss"] for record in rows if "eval_loss" in record] == [row.eval_loss]
     assert row.loss == row.curve[-1] < row.curve[0]
-    assert len({found.curve for found in in_turn}) == len(in_turn)
+    assert len({point.curve for point in in_turn}) == len(in_turn)
 
 
 @pytest.mark.core
@@ -201,11 +201,11 @@ def test_what_was_in_training_goes_on(
     text: str, run: Run, in_turn: list[Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: sweep.Mode
 ) -> None:
     monkeypatch.setattr(work, "FETCH_EVERY", 4)
-    asked: list[int] = []
+    calls: list[int] = []
 
     def stop() -> bool:
-        asked.append(1)
-        return len(asked) == 7
+        calls.append(1)
+        return len(calls) == 7
 
     chosen = points(config_of(text))
     with pytest.raises(sweep.Stopped):
@@ -234,7 +234,7 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
 ) -> None:
     monkeypatch.setattr(work, "FETCH_EVERY", 4)
     monkeypatch.setattr(work, "SAVE_EVERY_S", 0.0)
-    asked: list[int] = []
+    calls: list[int] = []
     publish = CheckpointFolder.publish
 
     def full(self: CheckpointFolder, content: Manifest) -> None:
@@ -243,8 +243,8 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
         publish(self, content)
 
     def stop() -> bool:
-        asked.append(1)
-        return len(asked) == 9
+        calls.append(1)
+        return len(calls) == 9
 
     chosen, notes = points(config_of(text))[:1], []
     with monkeypatch.context() as patch:

@@ -27,18 +27,18 @@ def command(folder: Path, *words: str, run: Callable[..., list[Row]] | None = No
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = Trained()
     assert command(tmp_path, "--compare", "depth-mup,alpha_l=1", "--control", "sp", "--steps", "7", run=run) == 0
-    said = capsys.readouterr().out
-    assert "mup transfers in head_dim" in said
-    assert "sp drifts in head_dim" in said
-    assert "drift apart from that of sp" in said
+    out = capsys.readouterr().out
+    assert "mup transfers in head_dim" in out
+    assert "sp drifts in head_dim" in out
+    assert "drift apart from that of sp" in out
     assert {c.steps for c in run.configs} == {7}
 
-    found = json.loads((tmp_path / "transfer.json").read_text(), parse_constant=pytest.fail)
-    assert [s["preset"] for s in found["studies"]] == ["mup", "depth-mup alpha_l=1", "sp"]
-    assert [c["apart"] for c in found["comparison"]] == [True, True]
-    assert sum(len(size["points"]) for s in found["studies"] for size in s["sizes"]) == len(run.configs)
-    assert found["versions"]["jax"]
-    assert found["config"]["steps"] == 7
+    record = json.loads((tmp_path / "transfer.json").read_text(), parse_constant=pytest.fail)
+    assert [s["preset"] for s in record["studies"]] == ["mup", "depth-mup alpha_l=1", "sp"]
+    assert [c["apart"] for c in record["comparison"]] == [True, True]
+    assert sum(len(size["points"]) for s in record["studies"] for size in s["sizes"]) == len(run.configs)
+    assert record["versions"]["jax"]
+    assert record["config"]["steps"] == 7
 
     page = (tmp_path / "transfer.html").read_text()
     assert re.findall(r'(?:src|href)="(?!data:image/png;base64,)', page) == []
@@ -63,8 +63,8 @@ def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.Captu
         return main(["transfer", "lm-tiny", *words, "--dry-run", "--out", str(tmp_path / "x")])
 
     assert of("--grow", "kv_heads=1,2,4") == 0
-    said = capsys.readouterr().out
-    assert "mup, kv_heads 1 (width 128), 2 (width 128), 4 (width 128), base embed=128,heads=4,kv_heads=1" in said
+    out = capsys.readouterr().out
+    assert "mup, kv_heads 1 (width 128), 2 (width 128), 4 (width 128), base embed=128,heads=4,kv_heads=1" in out
     assert not (tmp_path / "x").exists()
     assert of("--grow", "kv_heads=1,3") == 2
     assert "num_heads 4 is not a multiple of model.num_kv_heads 3" in " ".join(capsys.readouterr().err.split())
@@ -72,7 +72,7 @@ def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "error", "said"),
+    ("words", "error", "message"),
     [
         (["--grow", "size=1,2"], ConfigError, "one of head_dim"),
         (["--grow", "depth=2"], ConfigError, "at least two sizes"),
@@ -87,8 +87,8 @@ def test_key_heads_are_grown_by_the_command(tmp_path: Path, capsys: pytest.Captu
         (["--joint", "sde", "--control", "none", "--optimizer.name", "lion"], PresetError, "says nothing about lion"),
     ],
 )
-def test_bad_input(tmp_path: Path, words: list[str], error: type[ValueError], said: str):
-    with pytest.raises(error, match=said):
+def test_bad_input(tmp_path: Path, words: list[str], error: type[ValueError], message: str):
+    with pytest.raises(error, match=message):
         command(tmp_path, *words)
 
 

@@ -102,12 +102,12 @@ def test_where_the_smallest_size_has_no_minimum_the_next_is_searched_in_full() -
 def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> None:
     shipped = RECORD["shipped"]
     assert {name: shipped[name] for name in replay.CHOICES} == {n: getattr(replay.frugal, n) for n in replay.CHOICES}
-    found = replay.judged(list(replay.recorded((*replay.CHOSEN_ON, *replay.LATER))))
-    assert found == shipped["all"]
-    assert found["within_a_quarter_octave"] >= 0.95
-    assert found["cost"] <= 0.4
+    summary = replay.judged(list(replay.recorded((*replay.CHOSEN_ON, *replay.LATER))))
+    assert summary == shipped["all"]
+    assert summary["within_a_quarter_octave"] >= 0.95
+    assert summary["cost"] <= 0.4
     assert RECORD["one_seed_on_the_whole_grid"]["within_a_quarter_octave"] < 0.8
-    assert RECORD["two_seeds_on_the_whole_grid"]["within_a_quarter_octave"] < found["within_a_quarter_octave"]
+    assert RECORD["two_seeds_on_the_whole_grid"]["within_a_quarter_octave"] < summary["within_a_quarter_octave"]
 
 
 def test_numbers_chosen_elsewhere_find_nearly_as_many_for_as_little() -> None:
@@ -129,8 +129,8 @@ def test_the_command_says_the_best_rate_of_every_size(tmp_path: Path, capsys: py
     out = capsys.readouterr().out
     assert "mup, growing head_dim: every size has its best rate" in out
     assert "no verdict on transfer" in out
-    found = json.loads((tmp_path / "frugal.json").read_text())
-    (study,) = found["studies"]
+    record = json.loads((tmp_path / "frugal.json").read_text())
+    (study,) = record["studies"]
     assert [size["size"] for size in study["sizes"]] == [16, 32, 64]
     assert study["cost"] < 0.6
     assert not (tmp_path / "transfer.json").exists()
@@ -141,13 +141,13 @@ def test_the_command_says_the_best_rate_of_every_size(tmp_path: Path, capsys: py
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--control", "sp"], "--control needs the verdict"),
         (["--predict", "head_dim=128"], "--predict needs the verdict"),
         (["--seeds", "1"], "needs two seeds"),
     ],
 )
-def test_what_needs_a_verdict_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_needs_a_verdict_is_refused(tmp_path: Path, words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         command(tmp_path, "--search", "frugal", *words)

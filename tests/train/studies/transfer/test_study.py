@@ -37,16 +37,16 @@ def curve(
 
 @pytest.mark.parametrize("optimum", [-8.0, -7.9, -7.75, -7.6])
 def test_a_parabola_gives_back_its_own_minimum(optimum: float):
-    found = fit(curve(optimum), 3)
-    assert (found.optimum, found.loss, found.curvature) == pytest.approx((optimum, 3, 0.1), abs=1e-6)
+    estimate = fit(curve(optimum), 3)
+    assert (estimate.optimum, estimate.loss, estimate.curvature) == pytest.approx((optimum, 3, 0.1), abs=1e-6)
 
 
 def test_a_rate_past_the_edge_of_stability_does_not_pull_the_optimum():
-    given = curve(-8.0)
+    parabola = curve(-8.0)
     for blown in (4.0, math.inf):
-        losses = given.losses.copy()
+        losses = parabola.losses.copy()
         losses[6:] = blown  # an octave above the minimum
-        assert fit(Curve(given.x, losses, 3), 3).optimum == pytest.approx(-8.0, abs=0.01)
+        assert fit(Curve(parabola.x, losses, 3), 3).optimum == pytest.approx(-8.0, abs=0.01)
 
 
 def test_what_has_no_minimum_says_so():
@@ -60,16 +60,16 @@ def test_what_has_no_minimum_says_so():
 
 
 def test_missing_rates_are_those_beside_the_best():
-    given = curve(-8.0)
-    assert given.missing() == []
-    assert Curve(given.x[4:], given.losses[4:], 3).missing() == [-8.5, -9.0]
-    assert Curve(given.x[:6], given.losses[:6], 3).missing() == [-7.0]
-    diverged = given.losses[:6].copy()
+    parabola = curve(-8.0)
+    assert parabola.missing() == []
+    assert Curve(parabola.x[4:], parabola.losses[4:], 3).missing() == [-8.5, -9.0]
+    assert Curve(parabola.x[:6], parabola.losses[:6], 3).missing() == [-7.0]
+    diverged = parabola.losses[:6].copy()
     diverged[5] = math.inf
-    assert Curve(given.x[:6], diverged, 3).missing() == []
+    assert Curve(parabola.x[:6], diverged, 3).missing() == []
     # A rate far away, trained for the price, is no neighbour.
     apart = np.r_[3:5, 8]
-    assert Curve(given.x[apart], given.losses[apart], 3).missing() == [-9.0, -7.5, -7.0]
+    assert Curve(parabola.x[apart], parabola.losses[apart], 3).missing() == [-9.0, -7.5, -7.0]
 
 
 # Intervals
@@ -81,9 +81,9 @@ def covered(seeds: int, widened: bool, noise: float = 0.01, trials: int = 150) -
     for _ in range(trials):
         first, drift = rng.uniform(-8.5, -7.5), rng.uniform(-0.3, 0.3)
         curves = [curve(first + drift * i, seeds, noise=noise, shift=0.15, rng=rng) for i in range(4)]
-        found = analyse(SIZES, curves).drift
-        half = found.half_width if widened else found.half_width * 1.96 / transfer_drift.widening(seeds)
-        hits += abs(found.value - drift) <= half
+        estimate = analyse(SIZES, curves).drift
+        half = estimate.half_width if widened else estimate.half_width * 1.96 / transfer_drift.widening(seeds)
+        hits += abs(estimate.value - drift) <= half
     return hits / trials
 
 
@@ -98,17 +98,17 @@ def test_curves_that_noise_makes_flat_have_wide_intervals_not_none(monkeypatch: 
     monkeypatch.setattr(transfer_drift, "RESAMPLES", 200)
     assert covered(4, widened=True, noise=0.06) >= 0.93
     rng = np.random.default_rng(1)
-    given = [curve(-8.0, 4, noise=0.002, rng=rng) for _ in SIZES]
-    sure = analyse(SIZES, given)
-    flat = given[1].losses.copy()
+    curves = [curve(-8.0, 4, noise=0.002, rng=rng) for _ in SIZES]
+    sure = analyse(SIZES, curves)
+    flat = curves[1].losses.copy()
     flat[2:7] = 3 + 0.05 * rng.normal(size=(5, 4))
     flat[3:6] -= 0.02
-    given[1] = Curve(given[1].x, flat, 4)
-    found = analyse(SIZES, given)
-    assert not found.fits[1].trouble
+    curves[1] = Curve(curves[1].x, flat, 4)
+    analysis = analyse(SIZES, curves)
+    assert not analysis.fits[1].trouble
     assert sure.optima[1].half_width < transfer_drift.TOLERANCE
-    assert 0.5 < found.optima[1].half_width < math.inf
-    assert sure.drift.half_width < found.drift.half_width < math.inf
+    assert 0.5 < analysis.optima[1].half_width < math.inf
+    assert sure.drift.half_width < analysis.drift.half_width < math.inf
 
 
 def test_control_a_plain_bootstrap_of_three_seeds_is_too_sure(monkeypatch: pytest.MonkeyPatch):
@@ -127,10 +127,10 @@ def test_seeds_are_paired_over_sizes():
 
 
 def test_one_seed_has_no_interval():
-    found = analyse(SIZES, [curve(-8.0, 1) for _ in SIZES])
-    assert found.drift.value == pytest.approx(0, abs=1e-6)
-    assert math.isinf(found.drift.half_width)
-    assert found.verdict == "undecided"
+    analysis = analyse(SIZES, [curve(-8.0, 1) for _ in SIZES])
+    assert analysis.drift.value == pytest.approx(0, abs=1e-6)
+    assert math.isinf(analysis.drift.half_width)
+    assert analysis.verdict == "undecided"
 
 
 @pytest.mark.parametrize(
@@ -160,8 +160,8 @@ def test_nothing_transfers_to_a_size_without_a_minimum():
     curves = [curve(-8.0) for _ in SIZES]
     assert analyse(SIZES, curves).verdict == "transfers"
     curves[-1] = Curve(curves[-1].x, curves[-1].losses * math.inf, 3)
-    found = analyse(SIZES, curves)
-    assert (found.drift.value, found.verdict) == (pytest.approx(0, abs=1e-6), "undecided")
+    analysis = analyse(SIZES, curves)
+    assert (analysis.drift.value, analysis.verdict) == (pytest.approx(0, abs=1e-6), "undecided")
 
 
 def test_the_price_of_not_tuning():
@@ -174,8 +174,8 @@ def test_the_price_of_not_tuning():
 
 def test_bigger_is_worse_where_it_is():
     better = [Curve(c.x, c.losses - 0.1 * i, 3) for i, c in enumerate([curve(-8.0)] * 4)]
-    found = analyse(SIZES, better)
-    assert (found.worse, found.compared) == ((), 15)
+    analysis = analyse(SIZES, better)
+    assert (analysis.worse, analysis.compared) == ((), 15)
     better[2].losses[4] += 0.3
     assert [(size, x) for size, x, _ in analyse(SIZES, better).worse] == [(64, -8.0)]
 
@@ -213,8 +213,8 @@ def test_a_study_is_relative_to_its_smallest_size():
     assert planned.sizes == (16, 32, 64)
     assert {c.preset.base for c in planned.configs} == {"embed=64,heads=4,kv_heads=4,head_dim=16,mlp=160,layers=4"}
     assert study("u-mup").configs[0].preset.base is None
-    given = PresetConfig(base="lm-proxy")
-    assert transfer.plan(RECIPES["lm-tiny"](), "depth", (2, 4), given, "").configs[0].preset.base == "lm-proxy"
+    preset = PresetConfig(base="lm-proxy")
+    assert transfer.plan(RECIPES["lm-tiny"](), "depth", (2, 4), preset, "").configs[0].preset.base == "lm-proxy"
 
 
 @pytest.mark.core
@@ -250,9 +250,9 @@ def test_presets_share_the_points_where_they_are_the_same():
     ):
         assert trained(apart) == [apart.name] * 2
     run = Trained()
-    both = shared([study(p, (16, 32)) for p in ("mup", "mup-half")])
-    assert [[c.preset.name for c in one.trained] for one in both] == [["sp", "mup"], ["sp", "mup-half"]]
-    transfer.measure(both, run)
+    studies = shared([study(p, (16, 32)) for p in ("mup", "mup-half")])
+    assert [[c.preset.name for c in one.trained] for one in studies] == [["sp", "mup"], ["sp", "mup-half"]]
+    transfer.measure(studies, run)
     small = [(c.optimizer.peak_lr, c.seed, c.preset) for c in run.configs if c.model.heads_dim == 16]
     assert len(small) == 2 * len(set(small))
 
@@ -281,9 +281,9 @@ def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
             return Row(f"{len(self.configs)}", "", loss, None, None, (), config.steps, 1.0, "in turn")
 
     run = Misled(shift=0.2)
-    (found,) = transfer.measure([study()], run, seeds=3, max_seeds=8)
-    assert list(found.chosen) == [0]
-    analysis = found.analysis()
+    (measurement,) = transfer.measure([study()], run, seeds=3, max_seeds=8)
+    assert list(measurement.chosen) == [0]
+    analysis = measurement.analysis()
     assert analysis
     assert not analysis.fits[0].trouble
     extra = analysis.seeds - 3
@@ -291,7 +291,7 @@ def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
     assert analysis.fits[0].optimum == pytest.approx(-5 - 3.5 * 0.05 * extra / (0.06 + 0.05 * extra), abs=0.1)
     assert analysis.seeds == len({config.seed for config in run.configs})
     # The seeds of every rate near the new best one are the same.
-    near = found.curve(0)
+    near = measurement.curve(0)
     assert np.isfinite(near.losses[near.window()][:, : analysis.seeds]).all()
     # Without noise nothing is chosen anew.
     (calm,) = transfer.measure([study()], Trained(), seeds=3, max_seeds=8)
@@ -301,17 +301,17 @@ def test_rates_that_few_seeds_chose_wrongly_are_chosen_anew():
 def test_a_study_finds_each_minimum_and_asks_for_no_point_twice():
     run = Trained()
     mup, sp = transfer.measure([study(), study("sp")], run)
-    found, control = mup.analysis(), sp.analysis()
-    assert found
+    analysis, control = mup.analysis(), sp.analysis()
+    assert analysis
     assert control
-    assert (found.verdict, control.verdict) == ("transfers", "drifts")
+    assert (analysis.verdict, control.verdict) == ("transfers", "drifts")
     assert control.drift.value == pytest.approx(-1, abs=0.1)
     assert control.prices[1].value == pytest.approx(0.05, abs=0.03)
     assert control.prices[-1].value == math.inf  # three octaves above its optimum it diverges
-    assert not any(f.trouble for f in (*found.fits, *control.fits))
+    assert not any(f.trouble for f in (*analysis.fits, *control.fits))
     assert len({(c.preset.name, c.model.width, c.optimizer.peak_lr, c.seed) for c in run.configs}) == len(run.configs)
     for at in range(4):
-        best, x = found.fits[at].optimum, mup.curve(at).x
+        best, x = analysis.fits[at].optimum, mup.curve(at).x
         assert (x < best).sum() >= 2
         assert (x > best).sum() >= 2
 
@@ -352,12 +352,12 @@ def test_a_flat_curve_gets_more_seeds_and_a_size_that_diverges_does_not():
     def diverging(configs: Sequence[Config]) -> list[Row]:
         return [dataclasses.replace(row, loss=math.inf) for row in Trained()(configs)]
 
-    for run, said in ((flat, "all 8 seeds are used"), (diverging, "would not help")):
+    for run, message in ((flat, "all 8 seeds are used"), (diverging, "would not help")):
         [measured] = transfer.measure([study()], run)
-        assert said in measured.stopped
-        found = measured.analysis()
-        assert found
-        assert found.verdict == "undecided"
+        assert message in measured.stopped
+        analysis = measured.analysis()
+        assert analysis
+        assert analysis.verdict == "undecided"
 
 
 def test_the_minutes_end_a_study_and_it_says_so():
@@ -367,9 +367,9 @@ def test_the_minutes_end_a_study_and_it_says_so():
     [short] = transfer.measure([study()], Trained(0.4, seconds=30), minutes=36)
     assert "would not hold another seed" in short.stopped
     assert short.seconds <= 36 * 60
-    found = short.analysis()
-    assert found
-    assert found.seeds == 3
+    analysis = short.analysis()
+    assert analysis
+    assert analysis.seeds == 3
 
 
 def test_a_batch_grows_at_the_same_tokens_under_a_joint_rule_and_its_control():
@@ -385,10 +385,10 @@ def test_a_batch_grows_at_the_same_tokens_under_a_joint_rule_and_its_control():
     rates = [[c.scaled_optimizer.peak_lr / c.optimizer.peak_lr for c in p.configs] for p in (rule, control)]
     assert rates[0] == pytest.approx([1, 2**0.5, 8**0.5])
     assert rates[1] == [1, 1, 1]
-    both = shared([rule, control])
-    assert both[0].trained[0] == both[1].trained[0]  # at the base they are one
-    assert all(a != b for a, b in zip(both[0].trained[1:], both[1].trained[1:], strict=True))
-    assert [c.preset.joint for c in both[0].trained[1:]] == ["sde", "sde"]
+    studies = shared([rule, control])
+    assert studies[0].trained[0] == studies[1].trained[0]  # at the base they are one
+    assert all(a != b for a, b in zip(studies[0].trained[1:], studies[1].trained[1:], strict=True))
+    assert [c.preset.joint for c in studies[0].trained[1:]] == ["sde", "sde"]
 
 
 @pytest.mark.core

@@ -74,10 +74,10 @@ def test_a_far_size_warns_and_a_near_one_does_not(mine: tuned.Tuned, capsys: pyt
     parsed("--preset", "depth-mup:mine-v1", "--model.width", "2048", "--model.num-heads", "32", "--model.depth", "32")
     assert capsys.readouterr().err == ""  # exactly three doublings of each
     parsed("--preset", "depth-mup:mine-v1", "--model.depth", "64", "--model.num-heads", "1", "--model.width", "32")
-    said = capsys.readouterr().err
-    assert "heads" not in said  # two doublings below
-    assert "layers +4.0" in said
-    assert "3 doublings" in said
+    err = capsys.readouterr().err
+    assert "heads" not in err  # two doublings below
+    assert "layers +4.0" in err
+    assert "3 doublings" in err
     assert mine.distance({"head_dim": 128, "heads": 1, "layers": 4}) == {"head_dim": 1.0, "heads": -2.0}
 
 
@@ -120,9 +120,9 @@ def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.Monk
     assert preset_of(config).given == preset_of(Config(**{**vars(RECIPES["lm-tiny"]()), "preset": preset})).given
     flagged = preset_of(parsed("--preset", use, "--preset.rates.readout", "2", "--preset.stds.readout=3")).given
     assert flagged == preset_of(config).given | {"rates.readout": 2.0, "stds.readout": 3.0}
-    found = tuned.find(use).provenance
-    assert (found["seen"], len(found["sizes"]), len(found["loss"])) == (800 * 16 * 128, 2, 9)
-    assert found["transfer"][0]["verdict"] == "transfers"
+    provenance = tuned.find(use).provenance
+    assert (provenance["seen"], len(provenance["sizes"]), len(provenance["loss"])) == (800 * 16 * 128, 2, 9)
+    assert provenance["transfer"][0]["verdict"] == "transfers"
 
 
 def test_a_study_is_saved_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -152,9 +152,9 @@ def test_a_study_without_a_minimum_saves_nothing(tmp_path: Path, monkeypatch: py
 def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.CaptureFixture[str]):
     from scripts.studies import tune
 
-    wanted = tune.studies(5)
-    assert len(wanted) == 12 + len(tune.COMMITTED)
-    for name, words in wanted.items():
+    studies = tune.studies(5)
+    assert len(studies) == 12 + len(tune.COMMITTED)
+    for name, words in studies.items():
         args, rest = parse_known(command.Transfer, "python -m train transfer", words)
         preset, _, own = name.partition(":")
         assert transfer_tuned.check_name(args.save_tuned or "", preset) == own
@@ -163,7 +163,7 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
             f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"
             in capsys.readouterr().out
         )
-    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= {*wanted, SWEPT}
+    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= {*studies, SWEPT}
 
 
 def test_what_comes_with_the_project_was_made_by_the_committed_command():
@@ -171,10 +171,10 @@ def test_what_comes_with_the_project_was_made_by_the_committed_command():
     shipped = {one.use: one for one in map(tuned.load, tuned.FOLDER.glob("*.json"))}
     assert {*studies, SWEPT} == set(shipped)
     for use, words in studies.items():
-        found = shlex.split(shipped[use].provenance["command"].removeprefix("python -m train transfer "))
-        for each in (found, words):  # how long it may take decides nothing
+        arguments = shlex.split(shipped[use].provenance["command"].removeprefix("python -m train transfer "))
+        for each in (arguments, words):  # how long it may take decides nothing
             del each[each.index("--minutes") + 1]
-        assert found == words
+        assert arguments == words
 
 
 @pytest.mark.parametrize("use", tune.COMMITTED)
@@ -194,6 +194,6 @@ def test_the_first_run_is_its_tuned_preset():
     assert config.optimizer == recipe.optimizer
     assert preset_of(config).base == preset_of(recipe).base
     assert preset_of(config).given == preset_of(recipe).given
-    found = tuned.find(SWEPT)
-    assert found.provenance["command"].startswith("python -m train sweep lm-laptop --model lm-proxy ")
+    preset = tuned.find(SWEPT)
+    assert preset.provenance["command"].startswith("python -m train sweep lm-laptop --model lm-proxy ")
     assert config.optimizer != parsed("--preset", "mup:lm-python-v1").optimizer  # the control

@@ -52,15 +52,15 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     out = capsys.readouterr().out
     assert "ended: all 9 points are tried" in out
     assert "winner less start, evaluation loss, 2 fresh seeds: " in out
-    found = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert len(found["points"]) == 9
-    assert found["points"][0]["values"] == [constant["start"] for constant in found["constants"]]
-    assert all(len(point["losses"]) == 2 or point["worse_than"] is not None for point in found["points"])
+    record = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert len(record["points"]) == 9
+    assert record["points"][0]["values"] == [constant["start"] for constant in record["constants"]]
+    assert all(len(point["losses"]) == 2 or point["worse_than"] is not None for point in record["points"])
     assert (tmp_path / "out" / "tune.png").stat().st_size > 5000
 
     # The saved preset is the winner, to the number.
     saved = find.load(preset)
-    winner = {constant["flag"]: constant["winner"] for constant in found["constants"]}
+    winner = {constant["flag"]: constant["winner"] for constant in record["constants"]}
     assert saved.optimizer["peak_lr"] == winner["optimizer.peak_lr"]
     run = [*COMMAND.split()[1:], "--preset", f"mup:{preset}", "--data.name", text]
     config = cli.parse("lm-tiny", RECIPES["lm-tiny"], run).config
@@ -74,7 +74,7 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     monkeypatch.setattr(sweep.Chooser, "trainer", lambda *_: pytest.fail("trained"))
     assert main(words) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert again == found
+    assert again == record
 
 
 def test_the_table_fits_eighty_columns() -> None:
@@ -113,7 +113,7 @@ def test_a_dry_run_lists_what_would_be_searched(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("lm-tiny", "--over"),
         ("lm-tiny --over redout.lr", "did you mean 'readout.lr'"),
@@ -128,11 +128,11 @@ def test_a_dry_run_lists_what_would_be_searched(capsys: pytest.CaptureFixture[st
     ],
 )
 def test_what_is_no_search_is_refused(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tune", *words.split(), "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) <= 2
     assert not (tmp_path / "out").exists()
 
@@ -151,6 +151,6 @@ def test_the_winner_is_below_the_start_where_there_is_room(text: str, tmp_path: 
     ]
     words += ["--points", "6", "--batch", "3", "--seeds", "1", "--confirm", "2", "--out", str(tmp_path / "out")]
     assert main(words) == 0
-    found = json.loads((tmp_path / "out" / "tune.json").read_text())
-    assert found["winner_less_start"]["value"] < -0.05
-    assert np.log2(found["constants"][0]["winner"]) > -11
+    record = json.loads((tmp_path / "out" / "tune.json").read_text())
+    assert record["winner_less_start"]["value"] < -0.05
+    assert np.log2(record["constants"][0]["winner"]) > -11

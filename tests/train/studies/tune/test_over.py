@@ -52,7 +52,7 @@ def test_images_are_read_by_patches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("redout.lr", "redout.lr: no number of this run has that name; did you mean 'readout.lr'"),
         ("readout.decays", "did you mean 'readout.decay'"),
@@ -75,10 +75,10 @@ def test_images_are_read_by_patches() -> None:
         ("", "--over names nothing"),
     ],
 )
-def test_what_means_nothing_is_refused_with_the_nearest(words: str, said: str) -> None:
+def test_what_means_nothing_is_refused_with_the_nearest(words: str, message: str) -> None:
     with pytest.raises((ConfigError, PresetError)) as error:
         over.parse([word for word in words.split(",") if word], LM)
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_constant_that_the_preset_lacks_names_those_that_have_it() -> None:

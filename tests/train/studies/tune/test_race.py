@@ -48,28 +48,30 @@ def test_the_best_point_is_dropped_at_most_as_often_as_promised_and_by_halving_f
 
 def test_points_far_from_the_best_get_no_third_seed_and_the_noise_is_known() -> None:
     truth = 2.0 + 0.3 * np.arange(POINTS) / POINTS + 0.2 * (np.arange(POINTS) > 0)
-    kept = [raced(truth, noise) for noise in noises()]
-    assert np.mean([best for best, _ in kept]) >= 1 - ERROR
-    assert np.mean([runs for _, runs in kept]) < 2 * POINTS + 3  # two seeds of all, since one says nothing of the noise
-    found = race(truth[:, None] + noises()[0], POINTS * SEEDS)
-    assert found.sigma == pytest.approx(SIGMA, rel=0.3)
-    assert found.freedom == (POINTS // 2 - 1) * (SEEDS - 1)  # of the better half
+    races = [raced(truth, noise) for noise in noises()]
+    assert np.mean([best for best, _ in races]) >= 1 - ERROR
+    assert (
+        np.mean([runs for _, runs in races]) < 2 * POINTS + 3
+    )  # two seeds of all, since one says nothing of the noise
+    outcome = race(truth[:, None] + noises()[0], POINTS * SEEDS)
+    assert outcome.sigma == pytest.approx(SIGMA, rel=0.3)
+    assert outcome.freedom == (POINTS // 2 - 1) * (SEEDS - 1)  # of the better half
 
 
 def test_what_a_seed_does_to_all_points_drops_none_and_moves_no_mean() -> None:
     losses = np.array([[2.0, 2.5, 1.8], [2.1, 2.61, 1.9], [2.2, np.nan, np.nan], [2.3, np.inf, np.nan]])
-    found = race(losses, 12)
-    assert found.sigma < 0.01
-    assert found.means[2] - found.means[0] == pytest.approx(0.2, abs=0.01)
-    assert found.dropped.tolist() == [-1, -1, -1, 3] or found.dropped[3] == 3
-    assert found.best == 0
+    outcome = race(losses, 12)
+    assert outcome.sigma < 0.01
+    assert outcome.means[2] - outcome.means[0] == pytest.approx(0.2, abs=0.01)
+    assert outcome.dropped.tolist() == [-1, -1, -1, 3] or outcome.dropped[3] == 3
+    assert outcome.best == 0
 
 
 def test_without_a_second_seed_nothing_is_dropped_but_what_diverged() -> None:
-    found = race(np.array([[2.0], [9.0], [np.inf]]), 9)
-    assert found.stays.tolist() == [True, True, False]
-    assert np.isinf(found.critical)
-    assert np.isnan(found.sigma)
+    outcome = race(np.array([[2.0], [9.0], [np.inf]]), 9)
+    assert outcome.stays.tolist() == [True, True, False]
+    assert np.isinf(outcome.critical)
+    assert np.isnan(outcome.sigma)
     assert race(np.full((2, 3), np.nan), 9).stays.all()
 
 

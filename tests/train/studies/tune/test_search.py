@@ -98,7 +98,7 @@ def test_what_is_worse_by_more_than_the_noise_gets_no_further_seeds(done: tuple[
 
 
 @pytest.mark.parametrize(
-    ("loss", "said"),
+    ("loss", "message"),
     [
         (lambda config: math.inf, "nothing better than the start was found"),
         (lambda config: 2.0, "nothing better than the start was found"),
@@ -106,7 +106,9 @@ def test_what_is_worse_by_more_than_the_noise_gets_no_further_seeds(done: tuple[
         (lambda config: 2 - config.optimizer.peak_lr, "note: the best point is at the end of a range: lr 0.06"),
     ],
 )
-def test_a_search_without_a_valley_says_what_it_is(loss: Callable[[Config], float], said: str, tmp_path: Path) -> None:
+def test_a_search_without_a_valley_says_what_it_is(
+    loss: Callable[[Config], float], message: str, tmp_path: Path
+) -> None:
     search = Search(LM, over.parse(["lr"], LM), Limits(points=6, batch=3))
 
     def run(configs: Sequence[Config]) -> list[Row]:
@@ -114,10 +116,10 @@ def test_a_search_without_a_valley_says_what_it_is(loss: Callable[[Config], floa
         return [Row("", "", value, None, diverged, (), 10, 1.0, "in turn") for value, diverged in each]
 
     measure(search, run)
-    found = report.summary(search, "a command")
-    report.write(tmp_path, tmp_path / "tune.json", search, found)
-    assert said in report.told(found, "training loss")
-    assert (found["constants"][0]["importance"] == 0) == ("nothing better" in said)
+    summary = report.summary(search, "a command")
+    report.write(tmp_path, tmp_path / "tune.json", search, summary)
+    assert message in report.told(summary, "training loss")
+    assert (summary["constants"][0]["importance"] == 0) == ("nothing better" in message)
 
 
 def test_importance_names_what_matters(done: tuple[Search, Losses]) -> None:
@@ -163,7 +165,7 @@ def test_the_budget_has_room_for_the_comparison_at_the_end() -> None:
 
 def test_the_example_of_the_documentation_is_its_record() -> None:
     docs = Path(__file__).resolve().parents[4] / "docs"
-    text, found = (docs / "presets.md").read_text(), json.loads((docs / "tune.json").read_text())
-    apart = found["winner_less_start"]
+    text, record = (docs / "presets.md").read_text(), json.loads((docs / "tune.json").read_text())
+    apart = record["winner_less_start"]
     assert f"by {-apart['value']:.4f} nats [{-apart['high']:.4f}, {-apart['low']:.4f}]" in text
-    assert f"{len(found['points'])} points and {found['runs']} runs" in text
+    assert f"{len(record['points'])} points and {record['runs']} runs" in text
