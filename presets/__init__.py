@@ -66,8 +66,8 @@ def get(
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        known = f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file"
-        raise PresetError(f"no preset is named {name!r}; {hint}{known}")
+        choices = f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file"
+        raise PresetError(f"no preset is named {name!r}; {hint}{choices}")
     if zero_readout and "stds.readout" in preset.constants:
         raise PresetError("stds.readout changes nothing: the readout starts at zero; leave one of the two out")
     if form is not None:

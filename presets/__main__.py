@@ -189,9 +189,9 @@ class Desiderata(ConstantFlags):
     def run(self) -> int:
         preset, of = presets.get(self.preset, **self.values()), {"encoder": self.encoder}
         if self.json:
-            found = {d: desiderata.desiderata(preset, d, **of) for d in desiderata.growths(**of)}
+            by_dimension = {d: desiderata.desiderata(preset, d, **of) for d in desiderata.growths(**of)}
             return print_json(
-                {d: {name: dataclasses.asdict(c) for name, c in cells.items()} for d, cells in found.items()}
+                {d: {name: dataclasses.asdict(c) for name, c in cells.items()} for d, cells in by_dimension.items()}
             )
         print(terminal.wrapped(f"{preset.describe()}: dimension^exponent of what does not stay"), end="\n\n")
         print(terminal.table(desiderata.rows(preset, **of)))

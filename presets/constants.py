@@ -93,5 +93,5 @@ def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: st
             raise PresetError(f"{constant} changes nothing: {why}")
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return f"did you mean {difflib.get_close_matches(name, [*known], n=1, cutoff=0)[0]!r}?"
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    return f"did you mean {difflib.get_close_matches(name, [*candidates], n=1, cutoff=0)[0]!r}?"

@@ -163,8 +163,8 @@ def path(
     """
     points = [(each, tokens[0]) for each in _doublings(*batch)] + [(batch[1], each) for each in _doublings(*tokens)[1:]]
     table: list[dict[str, Any]] = []
-    for examples, seen in points:
-        at = {"batch": examples / batch[0], "tokens": seen / tokens[0]}
+    for examples, horizon in points:
+        at = {"batch": examples / batch[0], "tokens": horizon / tokens[0]}
         steps, factors = at["tokens"] / at["batch"], {column: joint.factor(column, at) for column in COLUMNS}
         pull = factors["lr"] * factors["weight_decay"]
         if decay == "independent":
@@ -177,7 +177,7 @@ def path(
         labels = {"durations": "warm-up", "one_minus_b1": "1-b1", "one_minus_b2": "1-b2"}
         numbers = {labels.get(column, column): factor for column, factor in factors.items()}
         table.append(
-            {"batch": examples, "tokens": seen, "steps": steps, **numbers, "tau": 1 / (pull * steps), "holds": holds}
+            {"batch": examples, "tokens": horizon, "steps": steps, **numbers, "tau": 1 / (pull * steps), "holds": holds}
         )
     return table
 

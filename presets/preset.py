@@ -173,8 +173,8 @@ class Preset:
         """
         if optimizer in self.optimizers:
             return OPTIMIZERS[optimizer].family
-        known = OPTIMIZERS.get(optimizer)
-        name = f"{optimizer!r} ({self.no_rule[known.family]})" if known else refused(optimizer)
+        entry = OPTIMIZERS.get(optimizer)
+        name = f"{optimizer!r} ({self.no_rule[entry.family]})" if entry else refused(optimizer)
         raise PresetError(
             f"{self.name} has no rule for the optimizer {name}; it has one for {', '.join(self.optimizers)}"
         )

@@ -129,17 +129,17 @@ def desiderata(preset: Preset, dimension: str, *, encoder: bool = False) -> dict
         dimension: that grows.
         encoder: of a decoder that reads an encoder, both stacks.
     """
-    found = exponents(preset, growths(encoder=encoder)[dimension], encoder=encoder)
-    if found.grows:
-        why = Cell(None, why=f"no power law: the {found.grows[0]} grows")
-        return {"signal": cell(found.signal), **dict.fromkeys(COLUMNS[1:], why)}
+    powers = exponents(preset, growths(encoder=encoder)[dimension], encoder=encoder)
+    if powers.grows:
+        why = Cell(None, why=f"no power law: the {powers.grows[0]} grows")
+        return {"signal": cell(powers.signal), **dict.fromkeys(COLUMNS[1:], why)}
     rule, none = "sgd" not in preset.no_rule, Cell(None, why="no rule for SGD")
-    most = max(found.parts.values())
+    most = max(powers.parts.values())
     return {
-        "signal": cell(found.signal),
-        "speed": cell(found.speed),
-        "balance": cell({name: x - most for name, x in found.parts.items()}) if rule else none,
-        "loss decay": cell({name: x for name, x in found.parts.items() if x > most - _TOLERANCE}) if rule else none,
+        "signal": cell(powers.signal),
+        "speed": cell(powers.speed),
+        "balance": cell({name: x - most for name, x in powers.parts.items()}) if rule else none,
+        "loss decay": cell({name: x for name, x in powers.parts.items() if x > most - _TOLERANCE}) if rule else none,
     }
 
 

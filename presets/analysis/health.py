@@ -70,12 +70,12 @@ class Health:
         moves = {spec.group: self._moves(spec) for spec in specs}
         weights = [moves[spec.group] for spec in specs if spec.role not in VECTORS | {Role.READOUT}]
         lazy = max((move for move in weights if move is not None), default=0.0) < -_TOLERANCE
-        found: dict[tuple[str, Column], Trouble | None] = {}
+        verdicts: dict[tuple[str, Column], Trouble | None] = {}
         for spec in specs:
-            found[spec.group, "init_std"] = self._initial(spec)
-            found[spec.group, "lr"] = self._movement(spec, moves[spec.group], lazy)
-            found[spec.group, "eps"] = self._eps(spec)
-        return {key: trouble for key, trouble in found.items() if trouble is not None}
+            verdicts[spec.group, "init_std"] = self._initial(spec)
+            verdicts[spec.group, "lr"] = self._movement(spec, moves[spec.group], lazy)
+            verdicts[spec.group, "eps"] = self._eps(spec)
+        return {key: trouble for key, trouble in verdicts.items() if trouble is not None}
 
     def _initial(self, spec: ParamSpec) -> Trouble | None:
         limit, start = self.limit, self._effective(spec, self.limit)

@@ -118,33 +118,33 @@ class Stack:
         out = self._random(f"{cross}attention out", self.heads + self.values) + o
         return Attention(q, k, self.scale + q + k + max(alike, self.n / 2), v, o, out, self.tokens, read)
 
-    def into(self, found: Exponents, at_stream: float) -> float:
+    def into(self, powers: Exponents, at_stream: float) -> float:
         """Adds the stack's exponents, and returns the backward signal's of what its cross-attention reads.
 
         Args:
-            found: to which they are added.
+            powers: to which they are added.
             at_stream: exponent of the backward signal at the stream.
         """
         label, at_branch, memory = self.label, at_stream + self.branch, at_stream
         for name, one in self.attentions.items():
-            memory = self._attended(found, name, one, at_branch)
+            memory = self._attended(powers, name, one, at_branch)
         at_up = at_branch + self._weight("MLP out") + self.width / 2
-        found.signal |= {f"{label}MLP in": self.up, f"{label}MLP out": self.down}
-        found.signal |= {f"{label}stream": self.stream, f"{label}branches": self.share - self.stream}
+        powers.signal |= {f"{label}MLP in": self.up, f"{label}MLP out": self.down}
+        powers.signal |= {f"{label}stream": self.stream, f"{label}branches": self.share - self.stream}
         # What tokens share, as their activations' mean: their signals add up as noise does.
         # Cross-attention writes nearly the same for all of a decoder's tokens, which MLPs read.
         shared = self.tokens / 2 if "cross " in self.attentions else 0.0
-        found.speed[f"{label}MLP in"] = -self.layers - at_up - self.hidden - self.tokens + shared
-        found.speed[f"{label}MLP out"] = -self.layers - at_branch - self.width - self.tokens / 2
-        found.speed[f"{label}embedding"] = -at_stream - self.width - self.tokens
-        self._part(found, f"{label}MLP in", at_up, 0.0, self.tokens)
-        self._part(found, f"{label}MLP out", at_branch, self.up, self.tokens)
-        self._part(found, f"{label}token", at_stream, 0.0, self.tokens)
+        powers.speed[f"{label}MLP in"] = -self.layers - at_up - self.hidden - self.tokens + shared
+        powers.speed[f"{label}MLP out"] = -self.layers - at_branch - self.width - self.tokens / 2
+        powers.speed[f"{label}embedding"] = -at_stream - self.width - self.tokens
+        self._part(powers, f"{label}MLP in", at_up, 0.0, self.tokens)
+        self._part(powers, f"{label}MLP out", at_branch, self.up, self.tokens)
+        self._part(powers, f"{label}token", at_stream, 0.0, self.tokens)
         if self.stream > self.token + 0.01 and self.layers:
-            found.grows.append(f"{label}stream")
+            powers.grows.append(f"{label}stream")
         return memory
 
-    def _attended(self, found: Exponents, label: str, one: Attention, at_out: float) -> float:
+    def _attended(self, powers: Exponents, label: str, one: Attention, at_out: float) -> float:
         """Adds an attention's exponents, and returns the backward signal's of what its keys and values read, all blocks together."""
         cross = "cross " if label == "cross " else ""
         t, s = one.asking, one.read
@@ -153,7 +153,7 @@ class Stack:
         at_logits = at_o + one.v + self.values / 2 - s
         at_q, at_k = at_logits + self.scale + one.k + s / 2, at_logits + self.scale + one.q + t / 2
         names = {"q": one.q, "k": one.k, "logits": one.logits, "v": one.v, "o": one.o, "attention out": one.out}
-        found.signal |= {label + name: x for name, x in names.items()}
+        powers.signal |= {label + name: x for name, x in names.items()}
         # Uniform attention gives all tokens one output, and keys of few dimensions overlap: signals add up as noise does.
         entries = {
             "q": at_q + self.heads + self.n + t,
@@ -162,25 +162,25 @@ class Stack:
             "v": at_v + self.heads + self.values + s,
             "attention out": at_out + self.width + t / 2,
         }
-        found.speed |= {label + name: -self.layers - x for name, x in entries.items()}
-        found.speed[f"{label}o"] = found.speed[f"{label}v"]
+        powers.speed |= {label + name: -self.layers - x for name, x in entries.items()}
+        powers.speed[f"{label}o"] = powers.speed[f"{label}v"]
         for name, at, inputs, tokens in (
             ("query", at_q, 0.0, t),
             ("key", at_k, 0.0, s),
             ("value", at_v, 0.0, s),
             ("attention out", at_out, one.o, t),
         ):
-            self._part(found, label + name, at, inputs, tokens)
+            self._part(powers, label + name, at, inputs, tokens)
         by_values = at_v + self._weight(f"{cross}value") + (self.heads + self.values) / 2
         by_keys = at_k + self._weight(f"{cross}key") + (self.heads + self.n) / 2
         return max(by_values, by_keys) + self.layers / 2
 
-    def _part(self, found: Exponents, name: str, at: float, inputs: float, tokens: float) -> None:
+    def _part(self, powers: Exponents, name: str, at: float, inputs: float, tokens: float) -> None:
         full, spec = self._row(name)
         row, blocks = self.preset.row(spec), self.layers if spec.stacked else 0.0
         count = sum(self.x(axis) for axis in (*spec.fan_in, *spec.fan_out))
         rate = _x(row.multiplier**2 * row.sgd, self.growth)
-        found.parts[NAMES[full]] = rate + 2 * (at + inputs + blocks / 2) + count + tokens
+        powers.parts[NAMES[full]] = rate + 2 * (at + inputs + blocks / 2) + count + tokens
 
 
 def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = False) -> Exponents:
@@ -191,18 +191,18 @@ def exponents(preset: Preset, growth: Mapping[str, float], *, encoder: bool = Fa
         growth: axis to its exponent.
         encoder: the decoder reads an encoder.
     """
-    found = Exponents()
+    powers = Exponents()
     decoder = Stack(preset, growth, crossed=encoder)
     readout = preset.row(MATRICES["readout"])
     at_stream = _x(readout.multiplier * readout.init_std, growth) - decoder.stream - decoder.tokens
-    at_memory = decoder.into(found, at_stream)
+    at_memory = decoder.into(powers, at_stream)
     row = _x(readout.multiplier**2 * readout.sgd, growth)
-    found.parts["readout"] = row - 2 * decoder.tokens + decoder.width + decoder.tokens
+    powers.parts["readout"] = row - 2 * decoder.tokens + decoder.width + decoder.tokens
     if encoder:
         stack = Stack(preset, growth, encoder=True)
-        stack.into(found, at_memory - stack.stream)
-    found.parts = {name: found.parts[name] for name in NAMES.values() if name in found.parts}
-    return found
+        stack.into(powers, at_memory - stack.stream)
+    powers.parts = {name: powers.parts[name] for name in NAMES.values() if name in powers.parts}
+    return powers
 
 
 def _x(power: Power, growth: Mapping[str, float]) -> float:

@@ -142,12 +142,12 @@ def wrong(preset: Preset, optimizer: str = "adam") -> dict[str, list[tuple[str, 
         preset: whose verdicts.
         optimizer: whose steps change the model.
     """
-    found: dict[str, list[tuple[str, Entry]]] = {limit: [] for limit in LIMITS}
+    unstable: dict[str, list[tuple[str, Entry]]] = {limit: [] for limit in LIMITS}
     for row, at in verdicts(preset, optimizer).items():
         for limit, entry in at.items():
             if entry.verdict != "stable" and row not in DESCRIPTIVE:
-                found[limit].append((row, entry))
-    return {limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict)) for limit, rows in found.items()}
+                unstable[limit].append((row, entry))
+    return {limit: sorted(rows, key=lambda row: ORDER.index(row[1].verdict)) for limit, rows in unstable.items()}
 
 
 def limits_rows(preset: Preset, optimizer: str = "adam", *, experts: bool = False) -> list[list[str]]:

@@ -79,7 +79,7 @@ class Block:
         }
 
     def forward(self, h: np.ndarray, examples: int, *, initial: bool) -> tuple[np.ndarray, np.ndarray, Back]:
-        """The stream [D, R, width] after the block, what `Seen.attention` has of it [D, 2], and the derivative.
+        """The stream [D, R, width] after the block, what `Snapshot.attention` has of it [D, 2], and the derivative.
 
         Args:
             h: the stream before it.

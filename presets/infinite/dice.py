@@ -95,8 +95,8 @@ class Dice:
             return images
         fresh = self._rng.standard_normal((*new.shape[:-1], there.rows.shape[-1]), images.dtype)
         if self.responses:
-            seen = there.rows[..., : preimages.shape[-2], :]
-            fresh += (new @ transposed(preimages) - fresh @ transposed(seen)) @ seen
+            directions = there.rows[..., : preimages.shape[-2], :]
+            fresh += (new @ transposed(preimages) - fresh @ transposed(directions)) @ directions
         return np.concatenate([images, fresh], axis=-2)
 
 

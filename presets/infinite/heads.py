@@ -169,15 +169,15 @@ def train(
     return Course(np.array(outputs), np.array(kernels), np.array(attention))
 
 
-def _coordinates(x: np.ndarray, known: np.ndarray, weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """Coordinates of x [R, size] in `known` [r, size] and what it adds, and those added; orthonormal under x.y / weight."""
+def _coordinates(x: np.ndarray, basis: np.ndarray, weight: float) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of x [R, size] in `basis` [r, size] and what it adds, and those added; orthonormal under x.y / weight."""
     root = np.sqrt(weight)
-    q, t = np.linalg.qr((x - (x @ known.T / weight) @ known).T / root)
+    q, t = np.linalg.qr((x - (x @ basis.T / weight) @ basis).T / root)
     p, lengths, _ = np.linalg.svd(t)
     new = (q @ p[:, : int((lengths > ROUNDING * np.finfo(x.dtype).eps * np.linalg.norm(x) / root).sum())]).T * root
-    new = new - (new @ known.T / weight) @ known
+    new = new - (new @ basis.T / weight) @ basis
     new = np.linalg.qr(new.T)[0].T * root
-    return x @ np.concatenate([known, new]).T / weight, new
+    return x @ np.concatenate([basis, new]).T / weight, new
 
 
 def _widened(x: np.ndarray, by: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from mupax.presets.infinite.layers import Back, cross_entropy, norm
 
 
 @dataclasses.dataclass(frozen=True)
-class Seen:
+class Snapshot:
     """A network before a step, one entry per draw on axis 0.
 
     Attributes:
@@ -99,7 +99,7 @@ class Stack:
         self.blocks = [Block(numbers, layer, basis, rng, responses=responses) for layer in range(numbers.depth)]
         self._inputs, self._reference = np.zeros(0), np.zeros(0)
 
-    def look(self, inputs: np.ndarray, targets: np.ndarray) -> Seen:
+    def look(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
         """What the network is on a batch.
 
         Args:
@@ -108,29 +108,29 @@ class Stack:
         """
         return self._looked(inputs, targets)[0]
 
-    def step(self, inputs: np.ndarray, targets: np.ndarray) -> Seen:
+    def step(self, inputs: np.ndarray, targets: np.ndarray) -> Snapshot:
         """The same, of the network as it is before the step on this batch that it then takes.
 
         Args:
             inputs, targets: as `look` takes them.
         """
-        seen, back = self._looked(inputs, targets)
+        snapshot, back = self._looked(inputs, targets)
         back()
         for each in (self.patch, self.position, self.readout, *self.blocks):
             each.step()
-        return seen
+        return snapshot
 
-    def _looked(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Seen, Callable[[], None]]:
+    def _looked(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[Snapshot, Callable[[], None]]:
         inputs = np.asarray(inputs, self.dtype)
         if self.numbers.centred and not np.array_equal(inputs, self._inputs):
             self._inputs, self._reference = inputs, self._forward(inputs, initial=True)[0]
         logits, features, attention, back = self._forward(inputs)
         logits = logits - self._reference if self.numbers.centred else logits
         loss, dlogits = cross_entropy(logits, targets)
-        return Seen(loss, logits, features, attention), lambda: back(dlogits.astype(self.dtype))
+        return Snapshot(loss, logits, features, attention), lambda: back(dlogits.astype(self.dtype))
 
     def _forward(self, inputs: np.ndarray, *, initial: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray, Back]:
-        """Logits before centring, features, `Seen.attention`, and what takes the logits' gradient to every parameter."""
+        """Logits before centring, features, `Snapshot.attention`, and what takes the logits' gradient to every parameter."""
         n, (examples, positions, size) = self.numbers, inputs.shape
         patch, position, readout = (
             each.start if initial else each.value for each in (self.patch, self.position, self.readout)

@@ -77,20 +77,20 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
     from mupax.presets.constants import read
     from mupax.presets.papers.choices import listed
 
-    known = inspect.signature(PRESETS[preset]).parameters
+    parameters = inspect.signature(PRESETS[preset]).parameters
     constants, groups = read(constants)
     checked: dict[str, float | str] = {}
     for name, value in constants.items():
-        if name not in known:
-            others = [other for other, make in PRESETS.items() if name in inspect.signature(make).parameters]
-            hint = f"; {name} is a constant of {', '.join(others)}" if others else ""
-            raise PresetError(f"{preset} takes {', '.join(known) or 'no constants'}, not {name}{hint}")
+        if name not in parameters:
+            owners = [other for other, make in PRESETS.items() if name in inspect.signature(make).parameters]
+            hint = f"; {name} is a constant of {', '.join(owners)}" if owners else ""
+            raise PresetError(f"{preset} takes {', '.join(parameters) or 'no constants'}, not {name}{hint}")
         # Annotations are texts here: "float", "str" or "str | None".
-        words = str(known[name].annotation).startswith("str")
-        checked[name] = str(value) if words else _number(preset, name, value, known[name].default)
+        words = str(parameters[name].annotation).startswith("str")
+        checked[name] = str(value) if words else _number(preset, name, value, parameters[name].default)
     listed(preset, **checked)
-    made = PRESETS[preset](**checked)
-    return dataclasses.replace(made, constants=groups, given={**made.given, **groups}) if groups else made
+    absolute = PRESETS[preset](**checked)
+    return dataclasses.replace(absolute, constants=groups, given={**absolute.given, **groups}) if groups else absolute
 
 
 def _number(preset: str, name: str, value: Any, default: Any) -> float:

@@ -68,12 +68,12 @@ def completep(
         return row
 
     powers = changed(alpha_a=(alpha_a, 1.0), alpha_l=(alpha_l, 1.0))
-    given = powers | changed(eps_scope=(eps_scope, "blocks"), decay=(decay, None), beta0=(beta0, 1.0))
+    constants = powers | changed(eps_scope=(eps_scope, "blocks"), decay=(decay, None), beta0=(beta0, 1.0))
     drifts = decay != "rate" and alpha_l < 1
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
     vanishing = {**family.vanishing, **{f"eps/{group}": power for group, power in _UNSCALED[eps_scope].items()}}
     warnings = (drift,) if drifts else ()
-    return dataclasses.replace(family, rule=rule, given=given, warnings=warnings, vanishing=vanishing, uneven=False)
+    return dataclasses.replace(family, rule=rule, given=constants, warnings=warnings, vanishing=vanishing, uneven=False)
 
 
 def _eps(spec: ParamSpec, of_family: Power, alpha_l: float, scope: str) -> Power:

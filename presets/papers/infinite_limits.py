@@ -204,7 +204,7 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
 
     powers = {name: value for name, value in (("alpha_a", alpha_a), ("alpha_l", alpha_l)) if value is not None}
     defaults = vars(Constants())
-    others = {name: (value, defaults[name]) for name, value in vars(constants).items() if name not in powers}
+    pairs = {name: (value, defaults[name]) for name, value in vars(constants).items() if name not in powers}
     return Preset(
         name=name,
         rule=rule,
@@ -213,7 +213,7 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
         branch=constants.beta0 * (L**-alpha_l if alpha_l is not None else ONE),
         muon_rms=constants.muon_scale == "rms",
         key_as_query=constants.key_start == "query",
-        given=powers | changed(**others),
+        given=powers | changed(**pairs),
         vanishing={
             **({} if constants.key_start == "query" else {"attention": N ** (0.5 - alpha_a)}),
             "movement/token_embedding": D**embedding_width,

@@ -36,5 +36,5 @@ def sp(*, embedding_width: float = 0.0) -> Preset:
             row = Rule(init_std=root)
         return row.times(adam=axis("embed") ** embedding_width) if spec.role in EMBEDDINGS else row
 
-    given = changed(embedding_width=(embedding_width, 0.0))
-    return Preset(name="sp", rule=rule, logits=axis("head_dim") ** -0.5, given=given)
+    constants = changed(embedding_width=(embedding_width, 0.0))
+    return Preset(name="sp", rule=rule, logits=axis("head_dim") ** -0.5, given=constants)

@@ -106,10 +106,10 @@ def find(word: str) -> Tuned:
         if tuned.preset != preset:
             raise PresetError(f"{name} is tuned for {tuned.preset}; write {tuned.preset}:{name}")
         return tuned
-    known = files()
-    if word in known:
-        return load(known[word])
-    own = [other for other in known if other.startswith(f"{preset}:")]
+    paths = files()
+    if word in paths:
+        return load(paths[word])
+    own = [other for other in paths if other.startswith(f"{preset}:")]
     raise PresetError(
         f"the preset {preset} has no tuned constants named {name!r}; write {', '.join([preset, *own])} "
         "(`python -m presets tuned` lists them)"

@@ -168,23 +168,23 @@ def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
         raise PresetError(f"{path}: {missing.format(error=text)}") from error
 
 
-def same_keys(where: str, keys: Iterable[str], wanted: Collection[str]) -> None:
+def same_keys(where: str, keys: Iterable[str], names: Collection[str]) -> None:
     """Raises PresetError where the keys of an object are not those that it must have.
 
     Args:
         where: begins the message.
         keys: of the object.
-        wanted: those it must have, in the order of the message.
+        names: those it must have, in the order of the message.
     """
-    missing, unknown = sorted(set(wanted) - set(keys)), sorted(set(keys) - set(wanted))
+    missing, unknown = sorted(set(names) - set(keys)), sorted(set(keys) - set(names))
     if missing or unknown:
-        raise PresetError(f"{where} must have {', '.join(wanted)}; missing {missing}, unknown {unknown}")
+        raise PresetError(f"{where} must have {', '.join(names)}; missing {missing}, unknown {unknown}")
 
 
 def _check(where: str, value: Any, schema: Any) -> None:
-    fits, wanted = _OBJECT if isinstance(schema, dict) else _LIST if isinstance(schema, list) else schema
+    fits, kind = _OBJECT if isinstance(schema, dict) else _LIST if isinstance(schema, list) else schema
     if not fits(value):
-        raise PresetError(f"{where or 'the file'} is {value!r:.60}; it must be {wanted}")
+        raise PresetError(f"{where or 'the file'} is {value!r:.60}; it must be {kind}")
     if isinstance(schema, list):
         for entry in value:
             _check(where, entry, schema[0])

@@ -83,14 +83,14 @@ def _labels(
 ) -> dict[str, Label]:
     """What every parameter is; raises PresetError that lists those of which nothing says it."""
     first, labels, unknown = merged[0], {}, []
-    both = any(n.startswith("encoder.") for n in first) and any(
+    dual = any(n.startswith("encoder.") for n in first) and any(
         not n.startswith("encoder.") and "block" in n for n in first
     )
     unused = {pattern for pattern in overrides if not any(names.chosen(n, {pattern: "x"}) for n in first)}
     if unused:
         raise PresetError(f"--role {unused.pop()!r} fits no parameter; they are named like {', '.join([*first][:3])}")
     for name, entries in first.items():
-        label = names.label(name, both)
+        label = names.label(name, dual)
         chosen = names.chosen(name, overrides) or entries[0].role
         if chosen:
             role, bias = chosen.removeprefix("block."), chosen.endswith(".bias")
@@ -232,10 +232,10 @@ def _declared(role: Role, in_block: bool) -> ParamSpec:
         return ParamSpec(role=role, axes=("layers", "embed") if in_block else ("embed",), in_block=in_block)
     if role is Role.HIDDEN and in_block:
         return dataclasses.replace(_HIDDEN, axes=("layers", *_HIDDEN.axes), in_block=True)
-    others = {
+    specs = {
         Role.HIDDEN: _HIDDEN,
         Role.PATCH_EMBEDDING: _PATCH,
         Role.POSITION: _POSITION,
         Role.RELATIVE_BIAS: _RELATIVE,
     }
-    return others.get(role) or _OF_ROLE[role]
+    return specs.get(role) or _OF_ROLE[role]

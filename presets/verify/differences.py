@@ -106,7 +106,7 @@ def differences(laws: Laws, line: Line, optimizer: str, decay: Decay) -> tuple[D
         each = [model.parameters[name] for model in line.models]
         observations = [observed(p.entry, family, decay) for p in each]
         for quantity, law in laws.of(parameter.spec).items():
-            if not _said(parameter, quantity, optimizer):
+            if not _has_rule(parameter, quantity, optimizer):
                 continue
             values = [x[quantity] for x in observations]
             row = _difference(name, quantity, parameter.spec, values, law, line, each)
@@ -130,7 +130,7 @@ _OF_QUERIES: dict[bool, dict[str, Role]] = {False: {"role": Role.QUERY}, True: {
 """What a fused matrix, or (True) its bias, is as that of queries."""
 
 
-def _said(parameter: Parameter, quantity: Quantity, optimizer: str) -> bool:
+def _has_rule(parameter: Parameter, quantity: Quantity, optimizer: str) -> bool:
     """Whether a preset says anything of it: a gain starts at 1 and a bias at 0, neither decays; L2 in Adam's gradient is no pull."""
     vector = parameter.spec.role in VECTORS
     if quantity == "pull" and (vector or optimizer == "adam"):

@@ -95,10 +95,10 @@ def _joined(wrong: Sequence[Difference], family: Family) -> list[tuple[Differenc
 def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, line: Line, family: Family) -> Finding:
     (first, what), names = members[0], tuple(d.name for d, _ in members)
     severity, why = _severity(first, reference)
-    asked = dataclasses.replace(first, quantity="rate") if first.name == TIED and what == "multiplier" else first
+    difference = dataclasses.replace(first, quantity="rate") if first.name == TIED and what == "multiplier" else first
     worst = max(
         (
-            consequences.alone(reference, dataclasses.replace(asked, spec=d.spec, name=d.name), line, family)
+            consequences.alone(reference, dataclasses.replace(difference, spec=d.spec, name=d.name), line, family)
             for d, _ in members
         ),
         key=_weight,

@@ -82,9 +82,9 @@ def lines(models: Sequence[Model]) -> list[Line]:
         raise PresetError(
             f"{models[0].dump.source} is one model, and growth shows between two; give a second file, at another width or depth"
         )
-    base, *others = sorted(models, key=lambda model: math.prod(model.sizes.get(axis, 1) for axis in GROWING))
+    base, *larger = sorted(models, key=lambda model: math.prod(model.sizes.get(axis, 1) for axis in GROWING))
     directions: dict[tuple[float, ...], list[Model]] = {}
-    for model in others:
+    for model in larger:
         ratios = _ratios(base, model)
         if (least := min(ratios, key=ratios.__getitem__)) and ratios[least] < 0.999:
             raise PresetError(

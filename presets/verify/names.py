@@ -111,12 +111,12 @@ def read_overrides(texts: Iterable[str]) -> dict[str, str]:
     return overrides
 
 
-def label(name: str, both: bool = False) -> Label:
+def label(name: str, dual: bool = False) -> Label:
     """What a parameter's name says of it.
 
     Args:
         name: as `merged` has it, words apart by dots, underscores or slashes.
-        both: the model has stacks of an encoder and of a decoder, which begin with these words.
+        dual: the model has stacks of an encoder and of a decoder, which begin with these words.
     """
     dotted = name.replace("/", ".").replace("['", ".").replace("']", "").strip(".")
     module, leaf = dotted, ""
@@ -130,7 +130,7 @@ def label(name: str, both: bool = False) -> Label:
     kind = {"bias": "bias", "b": "bias", "beta": "bias", "scale": "gain", "gamma": "gain", "gain": "gain", "g": "gain"}
     role = role or ("norm_gain" if kind.get(leaf) == "gain" else "")
     layout = {"weight": "out, in", "kernel": "in, out"}.get(leaf, "")
-    part = "cross" if in_block and _CROSS.search(words) else "encoder" if both and words.startswith("encoder.") else ""
+    part = "cross" if in_block and _CROSS.search(words) else "encoder" if dual and words.startswith("encoder.") else ""
     return Label(role, kind.get(leaf, "matrix" if leaf else ""), in_block, part, layout)
 
 

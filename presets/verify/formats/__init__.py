@@ -12,7 +12,7 @@ from mupax.presets.verify.formats import cerebras, huggingface, megatron, micros
 from mupax.presets.verify.formats.decoder import Reading
 from mupax.presets.verify.formats.dump import Dump, of_json, read_json
 
-KNOWN = (
+FORMATS = (
     "a dump or a config.json of Hugging Face (.json), a Cerebras or OLMo config (.yaml), microsoft/mup's base shapes (.bsh), or a file "
     "with the command line or arguments of Megatron (--hidden-size) or nanoGPT-mup (--n_embd)"
 )
@@ -56,7 +56,7 @@ def _read(path: Path) -> Reading:
         if olmo.fits(contents):
             return olmo.Config(contents, path.name)
         raise PresetError(
-            f"{path.name} is no config of Cerebras (model: hidden_size) or OLMo (model: d_model); files are {KNOWN}"
+            f"{path.name} is no config of Cerebras (model: hidden_size) or OLMo (model: d_model); files are {FORMATS}"
         )
     try:
         text = path.read_text()
@@ -67,7 +67,7 @@ def _read(path: Path) -> Reading:
         return nanogpt.Config(text if path.suffix == ".py" else words, path.name)
     if megatron.fits(words):
         return megatron.CommandLine(words, path.name)
-    raise PresetError(f"{path.name} is of no format known; files are {KNOWN}")
+    raise PresetError(f"{path.name} is of no format known; files are {FORMATS}")
 
 
 def _yaml(path: Path) -> Any:

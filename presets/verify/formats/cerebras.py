@@ -105,7 +105,7 @@ class Config(Reading):
         }
 
     def dump(self) -> Dump:
-        return self._made(self._sizes)
+        return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
         """The model of `mup_base_hidden_size`, with fewer heads of the same size."""
@@ -115,7 +115,7 @@ class Config(Reading):
         heads = max(1, round(s.heads * width / s.width))
         mlp = self._base["mlp"] or round(s.mlp * width / s.width)
         smaller = dataclasses.replace(s, width=width, mlp=mlp, heads=heads, kv_heads=heads, head_dim=s.head_dim)
-        return dataclasses.replace(self._made(smaller), source=f"{self._fields.source} (base)")
+        return dataclasses.replace(self._dump(smaller), source=f"{self._fields.source} (base)")
 
     def _std(self, *names: str) -> float:
         """Of the first initializer that the file has."""
@@ -125,7 +125,7 @@ class Config(Reading):
                 return Fields(initializer, f"{self._fields.source}: {name}", {}).number("std")
         return self._fields.number("initializer_range")
 
-    def _made(self, sizes: Sizes) -> Dump:
+    def _dump(self, sizes: Sizes) -> Dump:
         f, rates = self._fields, self._rates
         wide = sizes.width / self._base["width"] if self._base["width"] else 1.0
         wide_mlp = sizes.mlp / self._base["mlp"] if self._base["mlp"] else 1.0

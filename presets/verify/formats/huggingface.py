@@ -70,7 +70,7 @@ class Config(Reading):
         )  # fmt: skip
 
     def dump(self) -> Dump:
-        return self._made(self._sizes)
+        return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
         """Of MiniCPM the model of width `dim_model_base`, with fewer heads of the same size."""
@@ -85,9 +85,9 @@ class Config(Reading):
             heads=max(1, round(s.heads / share)),
             kv_heads=max(1, round(s.kv_heads / share)),
         )
-        return dataclasses.replace(self._made(smaller), source=f"{self._fields.source} (base)")
+        return dataclasses.replace(self._dump(smaller), source=f"{self._fields.source} (base)")
 
-    def _made(self, sizes: Sizes) -> Dump:
+    def _dump(self, sizes: Sizes) -> Dump:
         f, root = self._fields, sizes.head_dim**-0.5
         embedding, attention, branch, output = 1.0, root, 1.0, 1.0
         if self._kind.startswith("minicpm"):

@@ -88,7 +88,7 @@ class CommandLine(Reading):
         self._base_width = f.count(flag) if flag else width
 
     def dump(self) -> Dump:
-        return self._made(self._sizes)
+        return self._dump(self._sizes)
 
     def base(self) -> Dump | None:
         """The model of `--mup-base-hidden-size`, with fewer heads of the same size, or of `--mup-base-head-dim`."""
@@ -102,9 +102,9 @@ class CommandLine(Reading):
             s, width=self._base_width, mlp=round(s.mlp / times), head_dim=head_dim,
             heads=max(1, round(s.heads / share)), kv_heads=max(1, round(s.kv_heads / share)),
         )  # fmt: skip
-        return dataclasses.replace(self._made(smaller), source=f"{self._fields.source} (base)")
+        return dataclasses.replace(self._dump(smaller), source=f"{self._fields.source} (base)")
 
-    def _made(self, sizes: Sizes) -> Dump:
+    def _dump(self, sizes: Sizes) -> Dump:
         f, times = self._fields, sizes.width / self._base_width if self._mup else 1.0
         name = str(f.get("optimizer"))
         if name not in _FAMILIES:

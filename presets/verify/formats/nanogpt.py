@@ -80,7 +80,7 @@ class Config(Reading):
             raise PresetError(f"{source}: mup_width_multiplier is 0; write width / base width")
 
     def dump(self) -> Dump:
-        return self._made(self._sizes, self._times)
+        return self._dump(self._sizes, self._times)
 
     def base(self) -> Dump | None:
         """The model whose width multiplier is 1, with fewer heads of the same size."""
@@ -89,9 +89,9 @@ class Config(Reading):
             return None
         width, heads = round(s.width / self._times), max(1, round(s.heads / self._times))
         smaller = dataclasses.replace(s, width=width, mlp=4 * width, heads=heads, kv_heads=heads)
-        return dataclasses.replace(self._made(smaller, 1.0), source=f"{self._fields.source} (base)")
+        return dataclasses.replace(self._dump(smaller, 1.0), source=f"{self._fields.source} (base)")
 
-    def _made(self, sizes: Sizes, times: float) -> Dump:
+    def _dump(self, sizes: Sizes, times: float) -> Dump:
         f = self._fields
         std, lr, wd = f.number("init_std"), f.number("learning_rate"), f.number("weight_decay")
         slowed = self._mup and not f.flag("mup_disable_hidden_lr_scaling")

@@ -27,7 +27,7 @@ class Course:
         logits: centred, [Z, S + 1, B, C].
         memory: C(t, s), of the features that the readout reads at two steps, mean over examples, [Z, S + 1, S + 1].
         kernels: of those features at two examples, [Z, S + 1, B, B].
-        attention: as `mupax.presets.infinite.stack.Seen`, [Z, S + 1, L, 2]; empty for finite models.
+        attention: as `mupax.presets.infinite.stack.Snapshot`, [Z, S + 1, L, 2]; empty for finite models.
     """
 
     losses: np.ndarray
