@@ -150,9 +150,9 @@ class Definition:
         """
         layout = partition.current()
         by_layer = {name: w for name, w in params.items() if layout.by_layer(self.specs[name])}
-        others = {name: w for name, w in params.items() if name not in by_layer}
+        rest = {name: w for name, w in params.items() if name not in by_layer}
         later = {n: Product(w, jnp.broadcast_to(multipliers[n], w.shape[:1])) for n, w in by_layer.items()}
-        return self.bind({**multiplied(others, multipliers), **later}, factors)
+        return self.bind({**multiplied(rest, multipliers), **later}, factors)
 
     def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
         """`model(params, multipliers, factors)(*inputs)`: float32 logits.

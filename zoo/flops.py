@@ -46,15 +46,15 @@ class Blocks(NamedTuple):
 
 def stacks(model: ModelConfig) -> tuple[Blocks, ...]:
     """The residual stacks of a model, its own last; of one without factors a stack of the usual branches."""
-    sizes, made = model.sizes(), []
+    sizes, blocks = model.sizes(), []
     for stack in dict.fromkeys([of.stack for of in model.factors().values() if of.kind == "branch"] or [OWN]):
         encodes = stack == ENCODER
         specs = [of for of in model.parameters().values() if of.in_block and (of.part == "encoder") == encodes]
         length, memory = sizes.get("source" if encodes else "position", 0), "cross" in stack.branches
-        made.append(
+        blocks.append(
             Blocks(stack, sizes.get(stack.axis, 0), length, sizes.get("source", 0) if memory else 0, tuple(specs))
         )
-    return tuple(made)
+    return tuple(blocks)
 
 
 def params(model: ModelConfig) -> int:

@@ -35,11 +35,11 @@ def inside(layout: Layout, definition: Definition) -> Manual | None:
         layout: the one outside.
         definition: the model.
     """
-    made = Manual(layout, definition.sizes)
-    others = {name for axis in layout.rules for name in layout.names(axis)} - set(made.batch)
-    split = any(part for spec in definition.specs.values() for part in made.splits(spec.axes))
+    manual = Manual(layout, definition.sizes)
+    other_axes = {name for axis in layout.rules for name in layout.names(axis)} - set(manual.batch)
+    split = any(part for spec in definition.specs.values() for part in manual.splits(spec.axes))
     module = getattr(definition.graph.nodes[0], "type", None)
-    return made if split and not others and getattr(module, "gathers", False) else None
+    return manual if split and not other_axes and getattr(module, "gathers", False) else None
 
 
 class Manual(Layout):
@@ -137,8 +137,8 @@ class Manual(Layout):
         if rows or not columns:
             return self.gather(table, axes)[index]
         table = _gather(((), ()), tuple(name for name in self.batch if name not in columns), table)
-        found = table[jax.lax.all_gather(index, columns, tiled=True)]
-        return jax.lax.all_to_all(found, columns, split_axis=0, concat_axis=found.ndim - 1, tiled=True)
+        entries = table[jax.lax.all_gather(index, columns, tiled=True)]
+        return jax.lax.all_to_all(entries, columns, split_axis=0, concat_axis=entries.ndim - 1, tiled=True)
 
     def exchange(self, x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
         """`zoo.collectives.reduce_scatter` of numbers rounded to `gradient_dtype` and summed in float32.

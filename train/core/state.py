@@ -28,7 +28,7 @@ Batch = dict[str, jax.Array]
 float32, 0 where a target does not count. `labels`, float32 [B, classes], are what an image is trained on where that is no one
 class; its target is then the largest of them. What else there is a model reads beside its inputs, by name: of an encoder-decoder
 `input_mask` int32 [B, S], 0 at padding, and `decoder_inputs` int32 [B, T]; under data.document_mask `segments`
-and `positions`, int32 [B, T]; where branches are dropped, `kept` (`mupax.zoo.layers.drop_path`)."""
+and `positions`, int32 [B, T]; where branches are dropped, `scales` (`mupax.zoo.layers.drop_path`)."""
 
 
 class StepInputs(NamedTuple):

@@ -61,7 +61,7 @@ def batch_sums(
         return of_logits(logits, targets, weights, labels, z_loss)
     reference = None
     if run.reference is not None:
-        whole = {name: x for name, x in others.items() if name != "kept"}
+        whole = {name: x for name, x in others.items() if name != "scales"}
         reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(
             inputs, **whole
         )
@@ -163,8 +163,8 @@ def make_train_step(
             if run.drop is not None:
                 from mupax.zoo.layers import drop_path
 
-                kept = drop_path.kept(run.drop, state.step, len(batch["targets"]))
-                batch = {**batch, "kept": partition.constrain(kept, "batch", None, None)}
+                scales = drop_path.scales(run.drop, state.step, len(batch["targets"]))
+                batch = {**batch, "scales": partition.constrain(scales, "batch", None, None)}
             grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
         squares = nonfinite.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))

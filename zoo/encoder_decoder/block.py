@@ -28,15 +28,15 @@ class SelfAttention(Attention):
         super().__init__(config, init)
         self.causal = causal
 
-    def __call__(self, x_BTD: jax.Array, seen_BS: jax.Array | None, bias_HTS: jax.Array | None) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, mask_BS: jax.Array | None, bias_HTS: jax.Array | None) -> jax.Array:
         """The branch [B, T, D].
 
         Args:
             x_BTD: the stream after its norm.
-            seen_BS: bool, False at padding; None: all are seen.
+            mask_BS: bool, False at padding; None: all are seen.
             bias_HTS: added to logits; None: nothing is.
         """
-        return self._masked(*self.heads(x_BTD), seen_BS, bias_HTS)
+        return self._masked(*self.heads(x_BTD), mask_BS, bias_HTS)
 
     def cached(
         self, x_BTD: jax.Array, cache: Cache, layer: jax.Array | int, bias_HTS: jax.Array | None
@@ -58,11 +58,11 @@ class SelfAttention(Attention):
         q_BTHN: jax.Array,
         k_BSKN: jax.Array,
         v_BSKN: jax.Array,
-        seen_BS: jax.Array | None,
+        mask_BS: jax.Array | None,
         bias_HTS: jax.Array | None = None,
     ) -> jax.Array:
         kind = {"implementation": self.implementation, "block": self.block}
-        masks = {"causal": self.causal, "seen_BS": seen_BS, "bias_HTS": bias_HTS}
+        masks = {"causal": self.causal, "mask_BS": mask_BS, "bias_HTS": bias_HTS}
         return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, **masks, **kind))
 
 
@@ -72,25 +72,25 @@ class CrossAttention(SelfAttention):
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         super().__init__(config, init, causal=False)
 
-    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array, seen_BS: jax.Array | None) -> jax.Array:
+    def __call__(self, x_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: jax.Array | None) -> jax.Array:
         """The branch [B, T, D].
 
         Args:
             x_BTD: the decoder's stream after its norm.
             memory_BSD: the encoder's output.
-            seen_BS: bool, False at its padding.
+            mask_BS: bool, False at its padding.
         """
-        return self.among(x_BTD, self.keys(memory_BSD), seen_BS)
+        return self.among(x_BTD, self.keys(memory_BSD), mask_BS)
 
-    def among(self, x_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], seen_BS: jax.Array | None) -> jax.Array:
+    def among(self, x_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None) -> jax.Array:
         """The same where keys and values are there already.
 
         Args:
             x_BTD: the decoder's stream after its norm.
             keys: from `keys`.
-            seen_BS: bool, False at padding.
+            mask_BS: bool, False at padding.
         """
-        return self._masked(self.queries(x_BTD), *keys, seen_BS)
+        return self._masked(self.queries(x_BTD), *keys, mask_BS)
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, H, N], without the logit scale."""
@@ -116,8 +116,8 @@ class EncoderBlock(nnx.Module):
         self.mlp = MLP(config, init.scope("mlp"))
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
 
-    def __call__(self, h_BSD: jax.Array, seen_BS: jax.Array | None, bias_HSS: jax.Array | None) -> jax.Array:
-        h_BSD = self.added(h_BSD, 0, self.attention(self.attention_norm(h_BSD), seen_BS, bias_HSS))
+    def __call__(self, h_BSD: jax.Array, mask_BS: jax.Array | None, bias_HSS: jax.Array | None) -> jax.Array:
+        h_BSD = self.added(h_BSD, 0, self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS))
         h_BSD = self.added(h_BSD, 1, self.mlp(self.mlp_norm(h_BSD)))
         return partition.constrain(h_BSD, "batch", "sequence", None)
 
@@ -143,18 +143,18 @@ class DecoderBlock(EncoderBlock):
         self.cross = CrossAttention(config, init.scope("cross"))
 
     def __call__(
-        self, h_BTD: jax.Array, memory_BSD: jax.Array, seen_BS: jax.Array | None, bias_HTT: jax.Array | None
+        self, h_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: jax.Array | None, bias_HTT: jax.Array | None
     ) -> jax.Array:
         """The stream after the block, [B, T, D].
 
         Args:
             h_BTD: before it.
             memory_BSD: the encoder's output.
-            seen_BS: bool, False at its padding.
+            mask_BS: bool, False at its padding.
             bias_HTT: of the decoder's relative positions.
         """
         h_BTD = self.added(h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT))
-        return self._read_on(h_BTD, self.cross.keys(memory_BSD), seen_BS)
+        return self._read_on(h_BTD, self.cross.keys(memory_BSD), mask_BS)
 
     def cached(
         self,
@@ -162,7 +162,7 @@ class DecoderBlock(EncoderBlock):
         cache: Cache,
         layer: jax.Array | int,
         keys: tuple[jax.Array, jax.Array],
-        seen_BS: jax.Array,
+        mask_BS: jax.Array,
         bias_HTS: jax.Array | None,
     ) -> tuple[jax.Array, Cache]:
         """The same for the T positions after those in the cache, and the cache with them.
@@ -172,13 +172,13 @@ class DecoderBlock(EncoderBlock):
             cache: of the decoder's own positions, all layers.
             layer: which of them this is.
             keys: of the encoder's output, `CrossAttention.keys` of this layer.
-            seen_BS: bool, False at the encoder's padding.
+            mask_BS: bool, False at the encoder's padding.
             bias_HTS: of the decoder's relative positions, all that the cache has room for.
         """
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, bias_HTS)
-        return self._read_on(self.added(h_BTD, 0, y_BTD), keys, seen_BS), cache
+        return self._read_on(self.added(h_BTD, 0, y_BTD), keys, mask_BS), cache
 
-    def _read_on(self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], seen_BS: jax.Array | None) -> jax.Array:
-        h_BTD = self.added(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, seen_BS))
+    def _read_on(self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None) -> jax.Array:
+        h_BTD = self.added(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, mask_BS))
         h_BTD = self.added(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
         return partition.constrain(h_BTD, "batch", "sequence", None)

@@ -118,15 +118,15 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         tied = ParamSpec(role=Role.READOUT, axes=("vocab", "embed"), fan_in=("embed",), tied=True)
         factor = FactorSpec(kind="readout", shape=(), value=self.width**-0.5, spec=tied)
         encoder, own = ENCODER, super().factors()
-        made = {
+        factors = {
             f"encoder.{name}": dataclasses.replace(of, shape=(self.encoder_blocks, *of.shape[1:]), stack=encoder)
             for name, of in own.items()
         }
         for name, of in own.items():
             branches = (len(CROSSED.branches),) if len(of.shape) > 1 else ()
-            made[name] = dataclasses.replace(of, shape=(self.depth, *branches), stack=CROSSED)
-        made["block.cross.logit_scale"] = made["block.attention.logit_scale"]
-        return {**made, **({"tied_readout": factor} if self.tied else {})}
+            factors[name] = dataclasses.replace(of, shape=(self.depth, *branches), stack=CROSSED)
+        factors["block.cross.logit_scale"] = factors["block.attention.logit_scale"]
+        return {**factors, **({"tied_readout": factor} if self.tied else {})}
 
     def applications(self, spec: ParamSpec) -> float:
         """Per target: the encoder, and what reads its output, once per input."""

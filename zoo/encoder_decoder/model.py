@@ -27,20 +27,20 @@ class Memory(NamedTuple):
     """[L, B, S, K, N], of cross-attention, by layer."""
     values: jax.Array
     """[L, B, S, K, N]."""
-    seen: jax.Array
+    mask: jax.Array
     """Bool [B, S], False at padding."""
 
     def repeated(self, times: int) -> Memory:
         """Every input so many times, side by side."""
         keys, values = (jnp.repeat(x, times, axis=1) for x in (self.keys, self.values))
-        return Memory(keys, values, jnp.repeat(self.seen, times, axis=0))
+        return Memory(keys, values, jnp.repeat(self.mask, times, axis=0))
 
 
 class Ends(nnx.Module):
     """What is before and after a stack of blocks: positions, the norm after the embeddings, and the norm after the last block."""
 
-    def __init__(self, config: EncoderDecoderConfig, init: Init, *, both: bool) -> None:
-        self.config, self.both = config, both
+    def __init__(self, config: EncoderDecoderConfig, init: Init, *, bidirectional: bool) -> None:
+        self.config, self.bidirectional = config, bidirectional
         self.position, self.relative_bias = init.maybe("position"), init.maybe("relative_bias")
         kind, eps = config.norm, config.norm_eps
         self.embedding_norm = Norm(kind, init.scope("embedding_norm"), eps) if config.embedding_norm else None
@@ -75,7 +75,7 @@ class Ends(nnx.Module):
         if self.relative_bias is None:
             return None
         count, longest = self.config.distance_buckets, self.config.longest_distance
-        row_TS = relative.buckets(queries, keys, count=count, longest=longest, both=self.both, start=start)
+        row_TS = relative.buckets(queries, keys, count=count, longest=longest, both=self.bidirectional, start=start)
         return relative.bias(self.relative_bias[...], row_TS)
 
 
@@ -83,7 +83,7 @@ class Encoder(Ends):
     """Tokens to what the decoder attends to."""
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
-        super().__init__(config, init, both=True)
+        super().__init__(config, init, bidirectional=True)
         self.token, self.block = init.maybe("token"), EncoderBlock(config, init.scope("block"))
 
 
@@ -95,7 +95,7 @@ class EncoderDecoder(Ends):
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
         init = Init(config, rngs)
-        super().__init__(config, init, both=False)
+        super().__init__(config, init, bidirectional=False)
         self.token = init.param("token")
         self.encoder = Encoder(config, init.scope("encoder"))
         self.block = DecoderBlock(config, init.scope("block"))
@@ -176,7 +176,7 @@ class EncoderDecoder(Ends):
 
         def layer(stream: tuple[jax.Array, Cache], of: tuple[Any, ...]) -> tuple[Any, None]:
             (h_BTD, cache), (index, state, *keys) = stream, of
-            return nnx.merge(graph, state).cached(h_BTD, cache, index, tuple(keys), memory.seen, bias_HTS), None
+            return nnx.merge(graph, state).cached(h_BTD, cache, index, tuple(keys), memory.mask, bias_HTS), None
 
         each = (jnp.arange(depth), stacked, memory.keys, memory.values)
         h_BTD, cache = jax.lax.scan(layer, (h_BTD, cache), each)[0]

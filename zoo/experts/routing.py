@@ -106,5 +106,5 @@ def route(
         # 0, and its gradient is what moves the bias: load - a/E, by which 2601.20205 lowers it at every step.
         excess_E = jax.lax.stop_gradient(load_E) - active / experts
         penalty += jnp.sum(excess_E * (bias_E - jax.lax.stop_gradient(bias_E)).astype(jnp.float32))
-    seen = jax.lax.stop_gradient((balance, z, dropped.astype(jnp.float32)))
-    return Choice(chosen_BTA, weights_BTA, slots_BTA), Routing(penalty, *seen)
+    statistics = jax.lax.stop_gradient((balance, z, dropped.astype(jnp.float32)))
+    return Choice(chosen_BTA, weights_BTA, slots_BTA), Routing(penalty, *statistics)

@@ -204,21 +204,21 @@ def _holders(specs: Mapping[str, ParamSpec], role: Role) -> list[str]:
 
 def _layers(specs: Mapping[str, ParamSpec], role: Role, depth: int) -> dict[str, Any]:
     """Name to the layers that an array is of, of every holder in a block: all where it is stacked, else by the numbers in names."""
-    found: dict[str, Any] = {}
+    layers: dict[str, Any] = {}
     groups: dict[str, list[str]] = {}
     for name in (name for name in _holders(specs, role) if specs[name].in_block):
         groups.setdefault(specs[name].group, []).append(name)
     for members in groups.values():
         if all(specs[name].stacked for name in members):
-            found |= dict.fromkeys(members, slice(None))
+            layers |= dict.fromkeys(members, slice(None))
             continue
         if len(members) % depth:
             raise PresetError(
                 f"{members[0]}: {len(members)} such parameters in {depth} layers; write sizes={{'layers': ...}}"
             )
         members.sort(key=lambda name: [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)])
-        found |= {name: i * depth // len(members) for i, name in enumerate(members)}
-    return found
+        layers |= {name: i * depth // len(members) for i, name in enumerate(members)}
+    return layers
 
 
 def _times(array: jax.Array, factor: jax.Array) -> jax.Array:

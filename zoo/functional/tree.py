@@ -53,7 +53,7 @@ def declarations(of: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
     Raises:
         PresetError: a name that nothing declares or that two patterns declare differently, or a pattern that matches none.
     """
-    found, used = {}, set()
+    by_name, used = {}, set()
     for name in (of := list(of)):
         if callable(specs):
             spec = specs(name)
@@ -69,13 +69,13 @@ def declarations(of: Iterable[str], specs: Specs) -> dict[str, ParamSpec]:
             raise PresetError(
                 f"parameter {name} has no declaration; {hint}write one: {name!r}: ParamSpec(role=..., axes=..., fan_in=...)"
             )
-        found[name] = spec
+        by_name[name] = spec
     if not callable(specs) and (idle := [pattern for pattern in specs if pattern not in used]):
         near = difflib.get_close_matches(idle[0], of, n=1, cutoff=0)
         raise PresetError(
             f"no parameter is named {idle[0]!r}; did you mean {near[0]!r}?" if near else "the tree is empty"
         )
-    return found
+    return by_name
 
 
 def sizes(
@@ -94,9 +94,9 @@ def sizes(
     axes: dict[str, tuple[int, str]] = {axis: (size, "the sizes given") for axis, size in more.items()}
 
     def learn(axis: str, size: int, name: str) -> None:
-        known, where = axes.setdefault(axis, (size, name))
-        if known != size:
-            raise PresetError(f"axis {axis!r} is {size} in {name} but {known} in {where}")
+        first, where = axes.setdefault(axis, (size, name))
+        if first != size:
+            raise PresetError(f"axis {axis!r} is {size} in {name} but {first} in {where}")
 
     merged = []
     for name, spec in specs.items():
@@ -117,14 +117,14 @@ def sizes(
                 f"{name} {shapes[name]} is declared as {specs[name].axes}, and no other array shows the size of "
                 f"{' and '.join(unknown)}; write sizes={{{unknown[0]!r}: ...}}"
             )
-    found = {axis: size for axis, (size, _) in axes.items()}
+    by_axis = {axis: size for axis, (size, _) in axes.items()}
     for name, spec in specs.items():
-        if not _regroups(shapes[name], by := tuple(found[axis] for axis in spec.axes)):
+        if not _regroups(shapes[name], by := tuple(by_axis[axis] for axis in spec.axes)):
             raise PresetError(
                 f"{name} has shape {shapes[name]}, and its axes {spec.axes} are {by}; name the axes in the order of its "
                 "dimensions, one for each or several that make one"
             )
-    return found
+    return by_axis
 
 
 def _regroups(dimensions: tuple[int, ...], axes: tuple[int, ...]) -> bool:

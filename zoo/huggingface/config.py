@@ -263,5 +263,5 @@ _READ = {
 """Every model_type that is read."""
 
 
-def _ids(*others: str) -> dict[str, None]:
-    return dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", *others))
+def _ids(*tokens: str) -> dict[str, None]:
+    return dict.fromkeys(f"{name}_token_id" for name in ("bos", "eos", "pad", *tokens))

@@ -29,18 +29,18 @@ _EPS = 1e-5
 def reasons(model: EncoderDecoderConfig) -> dict[str, bool]:
     """Why transformers' code would compute another function, and whether it holds of the model."""
     heads, size = model.num_heads, model.heads_dim
-    both = {
+    common = {
         f"it has no grouped queries, and model.num_kv_heads is {model.kv_heads} of {heads} heads": model.kv_heads
         != heads,
         "encoder and decoder read one table of embeddings; train with --model.shared to export": not model.shared,
     }
     if model.positions == "relative":
-        return both | {
+        return common | {
             f"it has rmsnorm, and model.norm is {model.norm}": model.norm != "rmsnorm",
             "it has no biases; train with --model.no-bias to export": model.bias or model.qkv_bias,
             "it has no norms after the embeddings; train with --model.no-embedding-norm to export": model.embedding_norm,
         }
-    return both | {
+    return common | {
         "it has no rotary positions; train with --model.positions learned --model.norm layernorm, which is an MBart, or with "
         "--model.positions relative --model.norm rmsnorm --model.no-embedding-norm, which is a T5, to export": model.positions
         == "rotary",

@@ -138,15 +138,15 @@ def _rope_of_layers(read: Fields, windows: dict[str, Any]) -> dict[str, Any]:
         read: fields of the config.
         windows: ours of what each layer sees.
     """
-    given = read.fields.get("rope_parameters")
-    if given is None:
+    parameters = read.fields.get("rope_parameters")
+    if parameters is None:
         local = {"rope_theta": read.read("rope_local_base_freq", 1e4)}
         scaling = read.fields.get("rope_scaling") or {}
-        given = {FULL: {"rope_theta": read.read("rope_theta", 1e6), **scaling}, SLIDING: local}
-    if not isinstance(given, dict) or not all(isinstance(given.get(kind), dict) for kind in (FULL, SLIDING)):
-        raise ConfigError(f"config.json: rope_parameters is {shown(given)}, not objects {FULL} and {SLIDING}")
+        parameters = {FULL: {"rope_theta": read.read("rope_theta", 1e6), **scaling}, SLIDING: local}
+    if not isinstance(parameters, dict) or not all(isinstance(parameters.get(kind), dict) for kind in (FULL, SLIDING)):
+        raise ConfigError(f"config.json: rope_parameters is {shown(parameters)}, not objects {FULL} and {SLIDING}")
     full, local = (
-        rope(Fields({"rope_parameters": {"rope_theta": theta, **given[kind]}}))
+        rope(Fields({"rope_parameters": {"rope_theta": theta, **parameters[kind]}}))
         for kind, theta in ((FULL, 1e6), (SLIDING, 1e4))
     )
     if windows["window"] is None or local == full:

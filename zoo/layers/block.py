@@ -159,8 +159,8 @@ class MLP(nnx.Module):
             return biased(up_BTF, self.up_bias), None
         if self.fused:
             # Side by side on an axis of their own, so that F stays split as it is.
-            both_D2F = jnp.stack([self.up[...], self.gate[...]], axis=1)
-            up_BTF, gate_BTF = jnp.moveaxis(project(x_BTD, both_D2F, kind=self.kind), -2, 0)
+            up_gate_D2F = jnp.stack([self.up[...], self.gate[...]], axis=1)
+            up_BTF, gate_BTF = jnp.moveaxis(project(x_BTD, up_gate_D2F, kind=self.kind), -2, 0)
         else:
             up_BTF, gate_BTF = (project(x_BTD, w[...], kind=self.kind) for w in (self.up, self.gate))
         up_BTF, gate_BTF = (adapted(y, x_BTD, of) for y, of in ((up_BTF, self.up_lora), (gate_BTF, self.gate_lora)))
@@ -196,16 +196,16 @@ class Block(nnx.Module):
         return self.routed(h_BTD)[0]
 
     def routed(
-        self, h_BTD: jax.Array, segments_BT: jax.Array | None = None, kept_B2: jax.Array | None = None
+        self, h_BTD: jax.Array, segments_BT: jax.Array | None = None, scale_B2: jax.Array | None = None
     ) -> tuple[jax.Array, Routing | None]:
         """The stream after the block, and what its router did, None without experts.
 
         Args:
             h_BTD: the stream before it.
             segments_BT: as `kernels.attend`.
-            kept_B2: what each branch is taken times for each example; as it is unless given.
+            scale_B2: what each branch is taken times for each example; as it is unless given.
         """
-        return self._after(h_BTD, self.attention(self.attention_norm(h_BTD), segments_BT), kept_B2=kept_B2)
+        return self._after(h_BTD, self.attention(self.attention_norm(h_BTD), segments_BT), scale_B2=scale_B2)
 
     @property
     def period(self) -> int:
@@ -229,21 +229,21 @@ class Block(nnx.Module):
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, fresh=fresh)
         return self._after(h_BTD, y_BTD, dropless=True)[0], cache
 
-    def added(self, h_BTD: jax.Array, place: int, y_BTD: jax.Array, kept_B2: jax.Array | None = None) -> jax.Array:
+    def added(self, h_BTD: jax.Array, place: int, y_BTD: jax.Array, scale_B2: jax.Array | None = None) -> jax.Array:
         """The stream after a branch.
 
         Args:
             h_BTD: the stream before it.
             place: of the branch, 0 attention's and 1 the MLP's.
             y_BTD: what it made of the stream.
-            kept_B2: as in `routed`.
+            scale_B2: as in `routed`.
         """
         skip, branch = self.skip[...].astype(h_BTD.dtype), self.branch[...].astype(h_BTD.dtype)
         gain = (self.attention_gain, self.mlp_gain)[place]
         y_BTD = y_BTD if self.post_norm is None else self.post_norm(y_BTD)
         y_BTD = y_BTD if gain is None else y_BTD * gain[...].astype(y_BTD.dtype)
-        if kept_B2 is not None:
-            y_BTD = y_BTD * kept_B2[:, place, None, None].astype(y_BTD.dtype)
+        if scale_B2 is not None:
+            y_BTD = y_BTD * scale_B2[:, place, None, None].astype(y_BTD.dtype)
         return skip[place] * h_BTD + branch[place] * y_BTD
 
     def _after(
@@ -252,9 +252,9 @@ class Block(nnx.Module):
         attention_BTD: jax.Array,
         *,
         dropless: bool = False,
-        kept_B2: jax.Array | None = None,
+        scale_B2: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
-        before_BTD, h_BTD = h_BTD, self.added(h_BTD, 0, attention_BTD, kept_B2)
+        before_BTD, h_BTD = h_BTD, self.added(h_BTD, 0, attention_BTD, scale_B2)
         x_BTD, routing = self.mlp_norm(before_BTD if self.parallel else h_BTD), None
         if self.experts is None:
             assert self.mlp is not None
@@ -262,4 +262,4 @@ class Block(nnx.Module):
         else:
             y_BTD, routing = self.experts(x_BTD, dropless=dropless)
             y_BTD = y_BTD if self.mlp is None else self.mlp(x_BTD) + y_BTD
-        return partition.constrain(self.added(h_BTD, 1, y_BTD, kept_B2), "batch", "sequence", None), routing
+        return partition.constrain(self.added(h_BTD, 1, y_BTD, scale_B2), "batch", "sequence", None), routing

@@ -67,13 +67,13 @@ class Cache(NamedTuple):
         q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, -1, size)
         q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
         logits_BKQS = jnp.einsum("bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32)
-        seen_TS = jnp.arange(source) <= self.length + jnp.arange(length)[:, None]
+        mask_TS = jnp.arange(source) <= self.length + jnp.arange(length)[:, None]
         if window is not None:
-            seen_TS &= jnp.arange(source) > self.length + jnp.arange(length)[:, None] - window
+            mask_TS &= jnp.arange(source) > self.length + jnp.arange(length)[:, None] - window
         logits_BKGTS = softcapped(logits_BKQS, cap).reshape(batch, kv_heads, -1, length, source)
         if bias_HTS is not None:
             logits_BKGTS = logits_BKGTS + bias_HTS.reshape(kv_heads, -1, length, source)
-        weights_BKGTS = jax.nn.softmax(jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
+        weights_BKGTS = jax.nn.softmax(jnp.where(mask_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
         weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
         y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
         y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, v_BKSN.shape[-1])

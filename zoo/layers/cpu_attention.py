@@ -29,7 +29,7 @@ def merged_attention(
     causal: bool,
     window: int | None = None,
     cap: float | None = None,
-    seen_BS: jax.Array | None = None,
+    mask_BS: jax.Array | None = None,
     bias_HTS: jax.Array | None = None,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
@@ -42,7 +42,7 @@ def merged_attention(
         causal: query t sees keys 0..t, else all.
         window: causal alone: of those the last so many.
         cap: of logits, before what is added to them.
-        seen_BS: bool, keys that any query sees; all unless given.
+        mask_BS: bool, keys that any query sees; all unless given.
         bias_HTS: added to logits.
         segments_BT: int32, of as many queries as keys, which see one another where theirs is the same; all unless given.
     """
@@ -52,17 +52,17 @@ def merged_attention(
         logits_RTS = softcapped(jnp.einsum("btn,bsn->bts", q_RTN, k_RSN, preferred_element_type=jnp.float32), cap)
         if bias_HTS is not None:
             logits_RTS = (logits_RTS.reshape(-1, *bias_HTS.shape) + bias_HTS).reshape(logits_RTS.shape)
-        if seen_BS is not None:
-            seen_R1S = jnp.repeat(seen_BS, heads, axis=0)[:, None]
-            logits_RTS = jnp.where(seen_R1S, logits_RTS, jnp.finfo(jnp.float32).min)
+        if mask_BS is not None:
+            mask_R1S = jnp.repeat(mask_BS, heads, axis=0)[:, None]
+            logits_RTS = jnp.where(mask_R1S, logits_RTS, jnp.finfo(jnp.float32).min)
         if segments_BT is not None:
             segments_RT = jnp.repeat(segments_BT, heads, axis=0)
             logits_RTS = jnp.where(within(segments_RT), logits_RTS, jnp.finfo(jnp.float32).min)
         if causal:
-            seen_TS = jnp.tri(*logits_RTS.shape[1:], dtype=bool)
+            mask_TS = jnp.tri(*logits_RTS.shape[1:], dtype=bool)
             if window is not None:
-                seen_TS &= ~jnp.tri(*logits_RTS.shape[1:], k=-window, dtype=bool)
-            logits_RTS = jnp.where(seen_TS, logits_RTS, jnp.finfo(jnp.float32).min)
+                mask_TS &= ~jnp.tri(*logits_RTS.shape[1:], k=-window, dtype=bool)
+            logits_RTS = jnp.where(mask_TS, logits_RTS, jnp.finfo(jnp.float32).min)
         weights_RTS = jax.nn.softmax(logits_RTS, axis=-1).astype(v_RSN.dtype)
         return jnp.einsum("bts,bsn->btn", weights_RTS, v_RSN)
 
@@ -116,13 +116,13 @@ def _tile(
     # Keys before queries: sums and maxima over keys then run along vectors of queries.
     logits_RST = softcapped(jnp.einsum("rsn,rtn->rst", k_RSN, q_RTN, preferred_element_type=jnp.float32), cap)
     key_S1, query_T = first + jnp.arange(k_RSN.shape[1])[:, None], start + jnp.arange(q_RTN.shape[1])
-    seen_ST = key_S1 <= query_T
+    mask_ST = key_S1 <= query_T
     if window is not None:
-        seen_ST &= key_S1 > query_T - window
+        mask_ST &= key_S1 > query_T - window
     if segments_RT is not None:
         keys_RS, queries_RT = (segments_RT[:, i : start + count] for i in (first, start))
-        seen_ST &= keys_RS[:, :, None] == queries_RT[:, None, :]
-    logits_RST = jnp.where(seen_ST, logits_RST, jnp.finfo(jnp.float32).min)
+        mask_ST &= keys_RS[:, :, None] == queries_RT[:, None, :]
+    logits_RST = jnp.where(mask_ST, logits_RST, jnp.finfo(jnp.float32).min)
     most_R1T = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits_RST, axis=1, keepdims=True)), SAVED)
     weights_RST = jnp.exp(logits_RST - most_R1T)
     y_RTN = jnp.einsum("rst,rsn->rtn", weights_RST.astype(v_RSN.dtype), v_RSN, preferred_element_type=jnp.float32)

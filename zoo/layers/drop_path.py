@@ -26,7 +26,7 @@ class Drop(NamedTuple):
     """Chance that a branch of each block is left out, float32 [layers]."""
 
 
-def kept(drop: Drop, step: jax.Array, batch_size: int) -> jax.Array:
+def scales(drop: Drop, step: jax.Array, batch_size: int) -> jax.Array:
     """What every branch is taken times: 0 or 1 / (1 - rate), float32 [batch_size, layers, BRANCHES].
 
     Args:

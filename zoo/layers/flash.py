@@ -24,16 +24,16 @@ FUSED = 2048
 but queries' gradients are written once per block of keys, which blocks of 1024 cost 3 % of a step's cycles on v5e."""
 
 
-def block_of(length: int, kind: str, wanted: int | None = None, *, causal: bool) -> int:
+def block_of(length: int, kind: str, limit: int | None = None, *, causal: bool) -> int:
     """Positions on a side of a splash block: the most that divide all of them, at most as many as wanted.
 
     Args:
         length: positions of one device; a multiple of 128.
         kind: `jax.Device.device_kind`.
-        wanted: at most so many; the chip's own unless given, and half of the positions where a mask hides the other half.
+        limit: at most so many; the chip's own unless given, and half of the positions where a mask hides the other half.
         causal: whether one does.
     """
-    most = wanted or min(BLOCKS.get(kind, BLOCK), length // 2 if causal else length)
+    most = limit or min(BLOCKS.get(kind, BLOCK), length // 2 if causal else length)
     return max((size for size in range(LANES, most + 1, LANES) if length % size == 0), default=LANES)
 
 
@@ -106,7 +106,7 @@ def splash_attention(
 
     layout, length, source = partition.current(), q_BTHN.shape[1], k_BSKN.shape[1]
     shards = layout.ways("sequence")
-    blocks = _blocks(length // shards, source, kind=partition.current().kind, wanted=block, causal=causal)
+    blocks = _blocks(length // shards, source, kind=partition.current().kind, limit=block, causal=causal)
     # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
     axis = "sequence" if causal else None
     mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
@@ -121,9 +121,9 @@ def splash_attention(
 
     segments, segments_axes = _segments(segments_BT)
 
-    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *others: jax.Array) -> jax.Array:
-        kernel = jax.tree.unflatten(structure, others[len(segments) :])
-        apart = library.SegmentIds(*others[: len(segments)]) if segments else None
+    def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *extra: jax.Array) -> jax.Array:
+        kernel = jax.tree.unflatten(structure, extra[len(segments) :])
+        apart = library.SegmentIds(*extra[: len(segments)]) if segments else None
         heads_first = (x.swapaxes(1, 2) for x in (q_BTHN, k_BSKN, v_BSKN))
         return jax.vmap(splash.attention, (None, 0, 0, 0, 0))(kernel, *heads_first, apart).swapaxes(1, 2)
 
@@ -153,7 +153,7 @@ def ring_attention(
         from mupax.zoo.layers.ring import splash
 
         blocks = functools.partial(
-            _blocks, kind=partition.current().kind, wanted=block
+            _blocks, kind=partition.current().kind, limit=block
         )  # here, where the layout is known
         part = splash.part(blocks, interpret)
 
@@ -170,11 +170,11 @@ def ring_attention(
     return ring.zigzag(attended(*ring.zigzag(*arrays)), back=True)[0]
 
 
-def _blocks(length: int, source: int, *, kind: str, wanted: int | None, causal: bool) -> Any:
+def _blocks(length: int, source: int, *, kind: str, limit: int | None, causal: bool) -> Any:
     """Blocks of a splash kernel for so many queries and keys."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import BlockSizes
 
-    block_q, block_kv = (block_of(n, kind, wanted, causal=causal) for n in (length, source))
+    block_q, block_kv = (block_of(n, kind, limit, causal=causal) for n in (length, source))
     fused = block_kv >= FUSED
     return BlockSizes(
         block_q=block_q, block_kv=block_kv, block_kv_compute=min(block_kv, BLOCK), block_q_dkv=block_q,
@@ -198,16 +198,16 @@ def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tup
 def _on_devices(
     local: Callable[..., jax.Array],
     qkv: Sequence[jax.Array],
-    others: Sequence[jax.Array] = (),
-    others_axes: tuple[partition.Axes, ...] = (),
+    extra: Sequence[jax.Array] = (),
+    extra_axes: tuple[partition.Axes, ...] = (),
     source: str | None = None,
 ) -> jax.Array:
     """A kernel that the compiler cannot split, on every device's own batch, queries and heads."""
     layout, (q_BTHN, k_BSKN, v_BSKN) = partition.current(), _heads_alike(*qkv)
     batch = "batch" if q_BTHN.shape[0] % layout.ways("batch") == 0 else None
     queries, keys = (batch, "sequence", "heads", None), (batch, source, "heads", None)
-    others_axes = tuple(tuple(batch if axis == "batch" else axis for axis in axes) for axes in others_axes)
-    return layout.local(local, (queries, keys, keys, *others_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *others)
+    extra_axes = tuple(tuple(batch if axis == "batch" else axis for axis in axes) for axes in extra_axes)
+    return layout.local(local, (queries, keys, keys, *extra_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *extra)
 
 
 def _heads_alike(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

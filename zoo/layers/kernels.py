@@ -61,10 +61,10 @@ def attend(
     Raises:
         ConfigError: as `chosen`.
     """
-    others: dict[str, Any] = {"window": window, "cap": cap, "segments_BT": segments_BT}
+    options: dict[str, Any] = {"window": window, "cap": cap, "segments_BT": segments_BT}
     if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
         wide = widened(q_BTHN, k_BSKN, v_BSKN)
-        return attend(*wide, causal=causal, **others, implementation=implementation, block=block)[..., :values]
+        return attend(*wide, causal=causal, **options, implementation=implementation, block=block)[..., :values]
     apart = segments_BT is not None
     implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
@@ -77,14 +77,14 @@ def attend(
             return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, segments_BT=segments_BT)
         if implementation == "ring":
             return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block, segments_BT=segments_BT)
-        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others, block=block)
+        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options, block=block)
     if tiled(causal, q_BTHN.shape[1]):
-        return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **others)
+        return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **options)
     if _rows():
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options)
     from mupax.zoo.layers import split_attention
 
-    return split_attention.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, **others)
+    return split_attention.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options)
 
 
 def tiled(causal: bool, length: int) -> bool:

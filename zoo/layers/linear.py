@@ -178,8 +178,8 @@ def scaled_frequencies(frequency_M: jax.Array, scaling: RopeScaling) -> jax.Arra
     if scaling.kind == "linear":
         return frequency_M / scaling.factor
     turns_M = scaling.original * frequency_M / (2 * math.pi)
-    kept_M = jnp.clip((turns_M - scaling.low) / (scaling.high - scaling.low), 0, 1)
-    return kept_M * frequency_M + (1 - kept_M) * frequency_M / scaling.factor
+    weight_M = jnp.clip((turns_M - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return weight_M * frequency_M + (1 - weight_M) * frequency_M / scaling.factor
 
 
 def rotary(

@@ -20,7 +20,7 @@ def attend(
     v_BSKN: jax.Array,
     *,
     causal: bool,
-    seen_BS: jax.Array | None = None,
+    mask_BS: jax.Array | None = None,
     bias_HTS: jax.Array | None = None,
     implementation: AttentionName = "auto",
     block: int | None = None,
@@ -32,7 +32,7 @@ def attend(
         k_BSKN: keys; H is a multiple of K.
         v_BSKN: values.
         causal: query t sees keys 0..t, else all.
-        seen_BS: bool, keys that are no padding; at least one of an example.
+        mask_BS: bool, keys that are no padding; at least one of an example.
         bias_HTS: added to logits, float32.
         implementation: as `kernels.attend`.
         block: as `kernels.attend`.
@@ -41,10 +41,10 @@ def attend(
         ConfigError: a named kernel has no mask or bias.
     """
     if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
-        masks = {"causal": causal, "seen_BS": seen_BS, "bias_HTS": bias_HTS}
+        masks = {"causal": causal, "mask_BS": mask_BS, "bias_HTS": bias_HTS}
         wide = kernels.widened(q_BTHN, k_BSKN, v_BSKN)
         return attend(*wide, **masks, implementation=implementation, block=block)[..., :values]
-    if seen_BS is None and bias_HTS is None:
+    if mask_BS is None and bias_HTS is None:
         return kernels.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, implementation=implementation, block=block)
     if implementation not in ("auto", "xla"):
         raise ConfigError(
@@ -53,8 +53,8 @@ def attend(
     layout = partition.current()
     k_BSKN, v_BSKN = (partition.constrain(x_BSKN, "batch", None, "kv_heads", None) for x_BSKN in (k_BSKN, v_BSKN))
     if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
-        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, seen_BS=seen_BS, bias_HTS=bias_HTS)
-    mask_B1TS = None if seen_BS is None else seen_BS[:, None, None, :]
+        return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, mask_BS=mask_BS, bias_HTS=bias_HTS)
+    mask_B1TS = None if mask_BS is None else mask_BS[:, None, None, :]
     bias_BHTS = None if bias_HTS is None else jnp.broadcast_to(bias_HTS, (1, *bias_HTS.shape))
     return jax.nn.dot_product_attention(
         q_BTHN, k_BSKN, v_BSKN, bias_BHTS, mask_B1TS, scale=1.0, is_causal=causal, implementation="xla"

@@ -27,11 +27,11 @@ def attend(
     Args:
         q_BTHN, k_BSKN, v_BSKN, causal, window, cap, segments_BT: as `kernels.attend`.
     """
-    seen_B1TS = None if segments_BT is None else within(segments_BT)[:, None]
+    mask_B1TS = None if segments_BT is None else within(segments_BT)[:, None]
     if cap is None:
         how = {"is_causal": causal, "local_window_size": None if window is None else (window - 1, 0)}
         return jax.nn.dot_product_attention(
-            q_BTHN, k_BSKN, v_BSKN, None, seen_B1TS, scale=1.0, **how, implementation="xla"
+            q_BTHN, k_BSKN, v_BSKN, None, mask_B1TS, scale=1.0, **how, implementation="xla"
         )
     (*lead, heads, size), kv_heads = q_BTHN.shape, k_BSKN.shape[2]
     q_BTKGN = q_BTHN.reshape(*lead, kv_heads, heads // kv_heads, size)
@@ -39,10 +39,10 @@ def attend(
     logits_BKGTS = softcapped(logits_BKGTS, cap)
     if causal:
         shape = logits_BKGTS.shape[-2:]
-        seen_TS = jnp.tri(*shape, dtype=bool)
-        seen_TS = seen_TS if window is None else seen_TS & ~jnp.tri(*shape, k=-window, dtype=bool)
-        logits_BKGTS = jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
-    if seen_B1TS is not None:
-        logits_BKGTS = jnp.where(seen_B1TS[:, None], logits_BKGTS, jnp.finfo(jnp.float32).min)
+        mask_TS = jnp.tri(*shape, dtype=bool)
+        mask_TS = mask_TS if window is None else mask_TS & ~jnp.tri(*shape, k=-window, dtype=bool)
+        logits_BKGTS = jnp.where(mask_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
+    if mask_B1TS is not None:
+        logits_BKGTS = jnp.where(mask_B1TS[:, None], logits_BKGTS, jnp.finfo(jnp.float32).min)
     weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKN.dtype)
     return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)

@@ -90,11 +90,11 @@ def over_layers(
         return jax.lax.scan(lambda x, of: layer(x, of, 0), first, stacked)
 
     def several(x: Any, of: Any, count: int) -> tuple[Any, Any]:
-        given = []
+        outputs = []
         for place in range(count):
             x, y = layer(x, jax.tree.map(lambda array, i=place: array[i], of), place)
-            given.append(y)
-        return x, jax.tree.map(lambda *each: jnp.stack(each), *given)
+            outputs.append(y)
+        return x, jax.tree.map(lambda *each: jnp.stack(each), *outputs)
 
     whole, parts = depth // period * period, []
     if whole:
@@ -126,18 +126,18 @@ def routed_stack(
     depth: int,
     compute: ComputeConfig,
     *context: Any,
-    kept_BL2: jax.Array | None = None,
+    scale_BL2: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing | None]:
     """The same, and what the routers of all blocks did, the mean over them (of counts the sum); None without experts.
 
     Args:
         block, h_BTD, depth, compute, *context: as `residual_stack`.
-        kept_BL2: what every branch is taken times, of an example, a block and its two branches; each as it is unless given.
+        scale_BL2: what every branch is taken times, of an example, a block and its two branches; each as it is unless given.
     """
-    each = () if kept_BL2 is None else (jnp.swapaxes(kept_BL2, 0, 1),)
+    each = () if scale_BL2 is None else (jnp.swapaxes(scale_BL2, 0, 1),)
 
-    def call(block: Block, h_BTD: jax.Array, kept_B2: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
-        return block.routed(h_BTD, *context, kept_B2=kept_B2)
+    def call(block: Block, h_BTD: jax.Array, scale_B2: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
+        return block.routed(h_BTD, *context, scale_B2=scale_B2)
 
     return _stack(block, call, h_BTD, depth, compute, block.period, *each)
 
@@ -160,9 +160,9 @@ def _stack(
     scan, layout = runs_as_scan(compute, depth), partition.current()
 
     def layer(place: int, h_BTD: jax.Array, of_layer: tuple[nnx.State, ...]) -> tuple[jax.Array, Routing | None]:
-        state, *others = of_layer
+        state, *inputs = of_layer
         own: Any = nnx.merge(graph, layout.layer(state, compute.dtype))
-        return call(own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT), *others)
+        return call(own if period == 1 else own.at(place), checkpoint_name(h_BTD, BLOCK_INPUT), *inputs)
 
     layers = [functools.partial(layer, place) for place in range(period)]
     if (policy := REMAT[compute.remat] or layout.policy) is not None:

@@ -62,15 +62,15 @@ class ViT(nnx.Module):
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         return self.reading(images_BHWC).logits()
 
-    def reading(self, images_BHWC: jax.Array, kept: jax.Array | None = None) -> Reading:
+    def reading(self, images_BHWC: jax.Array, scales: jax.Array | None = None) -> Reading:
         """What the readout is taken of.
 
         Args:
             images_BHWC: images.
-            kept: what every branch is taken times, float32 [B, layers, 2]; all of them once unless given.
+            scales: what every branch is taken times, float32 [B, layers, 2]; all of them once unless given.
         """
         h_BTD = self.embed(images_BHWC)
-        return self._reading(*routed_stack(self.block, h_BTD, self.config.depth, self.config.compute, kept_BL2=kept))
+        return self._reading(*routed_stack(self.block, h_BTD, self.config.depth, self.config.compute, scale_BL2=scales))
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         return self._reading(h_BTD).logits()
@@ -93,5 +93,5 @@ class ViT(nnx.Module):
         if self.config.pool == "mean":
             return mean_BD
         # Both vectors of a feature are neighbours: where devices split features, each has both.
-        both_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
-        return both_BD2.reshape(len(both_BD2), -1)
+        vectors_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
+        return vectors_BD2.reshape(len(vectors_BD2), -1)

@@ -18,7 +18,7 @@ from mupax.train.core.loss import cross_entropy
 from mupax.train.core.program import Program, assemble
 from mupax.train.run import dry_run
 from mupax.zoo.configs import ViTConfig
-from mupax.zoo.layers.drop_path import Drop, kept
+from mupax.zoo.layers.drop_path import Drop, scales
 from mupax.zoo.layers.linear import Reading
 
 VIT = ViTConfig(
@@ -62,13 +62,13 @@ def trained(program: Program) -> tuple[list[Any], list[float]]:
 def test_what_stays_keeps_its_expectation_and_rates_rise_evenly() -> None:
     rates = np.array(VIT.drop_rates)
     np.testing.assert_allclose(rates, [0, 0.25, 0.5])
-    times = np.asarray(kept(Drop(np.uint32(0), np.float32(rates)), jnp.int32(0), 4000))
+    times = np.asarray(scales(Drop(np.uint32(0), np.float32(rates)), jnp.int32(0), 4000))
     assert times.shape == (4000, 3, 2)
     for layer, rate in enumerate(rates):
         assert set(np.unique(times[:, layer])) <= {np.float32(0), np.float32(1 / (1 - rate))}
         np.testing.assert_allclose(times[:, layer].mean(0), 1, atol=5 * np.sqrt(rate / (1 - rate) / 4000) + 1e-6)
     one, other, next_step = (
-        np.asarray(kept(Drop(np.uint32(seed), np.float32(rates)), jnp.int32(step), 64)) for seed, step in ((0, 0), (1, 0), (0, 1))
+        np.asarray(scales(Drop(np.uint32(seed), np.float32(rates)), jnp.int32(step), 64)) for seed, step in ((0, 0), (1, 0), (0, 1))
     )  # fmt: skip
     assert not np.array_equal(one, other)
     assert not np.array_equal(one, next_step)

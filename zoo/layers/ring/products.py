@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo.layers.ring.ring import Kept, Part
+from mupax.zoo.layers.ring.ring import Part, Residuals
 
 TILE = 1024
 """Most queries that plain products look at one part of the keys with at a time."""
@@ -33,9 +33,9 @@ def _forward(
 
 
 def _backward(
-    kept: Kept, gradient_BHTN: jax.Array, causal: bool, *segments: jax.Array
+    residuals: Residuals, gradient_BHTN: jax.Array, causal: bool, *segments: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q_BHTN, k_BKSN, v_BKSN, y_BHTN, lse_BHT = kept
+    q_BHTN, k_BKSN, v_BKSN, y_BHTN, lse_BHT = residuals
     kind = q_BHTN.dtype
 
     def tile(dkv: Any, of: Any) -> tuple[Any, jax.Array]:
@@ -69,8 +69,8 @@ def _logits(
     """Logits, hidden after each query where the first one has the position `start` among the keys, and in other segments."""
     logits_BKGTS = _einsum("bkgtn,bksn->bkgts", q_BKGTN, k_BKSN)
     if start is not None:
-        seen_TS = jnp.arange(k_BKSN.shape[2]) <= start + jnp.arange(q_BKGTN.shape[3])[:, None]
-        logits_BKGTS = jnp.where(seen_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
+        mask_TS = jnp.arange(k_BKSN.shape[2]) <= start + jnp.arange(q_BKGTN.shape[3])[:, None]
+        logits_BKGTS = jnp.where(mask_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
     if queries_BKGT is not None and keys_B1S is not None:
         same_BKGTS = queries_BKGT[..., None] == keys_B1S[:, None, :, None]
         logits_BKGTS = jnp.where(same_BKGTS, logits_BKGTS, jnp.finfo(jnp.float32).min)

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mupax.zoo import partition
 from mupax.zoo.layers.cpu_attention import SAVED
 
-Kept = tuple[jax.Array, ...]
+Residuals = tuple[jax.Array, ...]
 """Queries, keys, values, outputs and log-sum-exp: what gradients need."""
 
 
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     is lower than any that it sees, so that it adds nothing to a sum.
     """
     backward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    """(kept, gradient, causal, *segments) to the gradients of queries, keys and values, by outputs and log-sum-exp over all keys there are."""
+    """(residuals, gradient, causal, *segments) to gradients of queries, keys and values, by outputs and log-sum-exp over all keys there are."""
 
 
 def ring(
@@ -105,9 +105,9 @@ def in_zigzag(
     """
     layout = copy.copy(partition.current())
     layout.zigzag = True
-    h_BTD, *others = zigzag(h_BTD, *context)
+    h_BTD, *rest = zigzag(h_BTD, *context)
     with partition.using(layout):
-        h_BTD, routing = stack(h_BTD, *others)
+        h_BTD, routing = stack(h_BTD, *rest)
     return zigzag(h_BTD, back=True)[0], routing
 
 
@@ -116,7 +116,7 @@ def _attended(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Arr
     return _forward(names, part, causal, *arrays)[0]
 
 
-def _forward(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, Kept]:
+def _forward(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Array) -> tuple[jax.Array, Residuals]:
     (q_BHTN, *mine), ways = arrays, jax.lax.axis_size(names)
     rows = (
         q_BHTN,
@@ -125,10 +125,10 @@ def _forward(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Arra
     later = [_parts(x, causal)[-1] for x in rows]
 
     def attend(rows: Any, kv: Any, masked: bool = False) -> tuple[jax.Array, jax.Array]:
-        (q_BHTN, *segments), (k_BKSN, v_BKSN, *others) = rows, kv
-        return part.forward(q_BHTN, k_BKSN, v_BKSN, masked, *segments, *others)
+        (q_BHTN, *segments), (k_BKSN, v_BKSN, *key_segments) = rows, kv
+        return part.forward(q_BHTN, k_BKSN, v_BKSN, masked, *segments, *key_segments)
 
-    def seen(totals: Any, kv: Any, step: jax.Array | int) -> Any:
+    def accumulate(totals: Any, kv: Any, step: jax.Array | int) -> Any:
         def before() -> Any:
             first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
             y_BHTN, lse_BHT = attend(rows, first)
@@ -142,52 +142,52 @@ def _forward(names: tuple[str, ...], part: Part, causal: bool, *arrays: jax.Arra
 
     def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:
         totals, kv = carry
-        return (seen(totals, kv, step), _sent(kv, names)), None
+        return (accumulate(totals, kv, step), _sent(kv, names)), None
 
     y_BHTN, lse_BHT = attend(rows, mine, causal)
     totals = list(zip(_parts(y_BHTN.astype(jnp.float32), causal), _parts(lse_BHT, causal), strict=True))
     (totals, kv), _ = jax.lax.scan(onward, (totals, _sent(mine, names)), jnp.arange(1, ways - 1))
-    y_BHTN, lse_BHT = (jnp.concatenate(x, axis=2) for x in zip(*seen(totals, kv, ways - 1), strict=True))
+    y_BHTN, lse_BHT = (jnp.concatenate(x, axis=2) for x in zip(*accumulate(totals, kv, ways - 1), strict=True))
     y_BHTN, lse_BHT = checkpoint_name(y_BHTN.astype(q_BHTN.dtype), SAVED), checkpoint_name(lse_BHT, SAVED)
     return y_BHTN, (*arrays, y_BHTN, lse_BHT)
 
 
 def _backward(
-    names: tuple[str, ...], part: Part, causal: bool, kept: Kept, gradient_BHTN: jax.Array
+    names: tuple[str, ...], part: Part, causal: bool, residuals: Residuals, gradient_BHTN: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    ways, (q_BHTN, *mine, y_BHTN, lse_BHT) = jax.lax.axis_size(names), kept
+    ways, (q_BHTN, *mine, y_BHTN, lse_BHT) = jax.lax.axis_size(names), residuals
     rows = q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *mine[2:]
     later = [_parts(x, causal)[-1] for x in rows]
 
     def gradients(rows: Any, kv: Any, masked: bool = False) -> list[list[jax.Array]]:
-        (q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *segments), (k_BKSN, v_BKSN, *others) = rows, kv
+        (q_BHTN, y_BHTN, lse_BHT, gradient_BHTN, *segments), (k_BKSN, v_BKSN, *key_segments) = rows, kv
         whole = q_BHTN, k_BKSN, v_BKSN, y_BHTN, lse_BHT
-        cotangents = part.backward(whole, gradient_BHTN, masked, *segments, *others)
+        cotangents = part.backward(whole, gradient_BHTN, masked, *segments, *key_segments)
         return [[x.astype(jnp.float32)] for x in cotangents]
 
-    def seen(dq: Any, dkv: Any, kv: Any, step: jax.Array | int) -> Any:
+    def accumulate(dq: Any, dkv: Any, kv: Any, step: jax.Array | int) -> Any:
         """Gradients of queries, and of keys and values, by parts."""
 
         def before() -> Any:
             first, *_ = zip(*(_parts(x, causal) for x in kv), strict=True)
-            (more,), *others = gradients(rows, first)
-            return _plus(dq, _parts(more, causal)), [_plus(x, one) for x, one in zip(dkv, others, strict=True)]
+            (more,), *more_dkv = gradients(rows, first)
+            return _plus(dq, _parts(more, causal)), [_plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)]
 
         def behind() -> Any:
-            (more,), *others = gradients(later, kv)
-            others = [_parts(one, causal) for (one,) in others]
-            return [dq[0], dq[1] + more], [_plus(x, one) for x, one in zip(dkv, others, strict=True)]
+            (more,), *more_dkv = gradients(later, kv)
+            more_dkv = [_parts(one, causal) for (one,) in more_dkv]
+            return [dq[0], dq[1] + more], [_plus(x, one) for x, one in zip(dkv, more_dkv, strict=True)]
 
         return jax.lax.cond(jax.lax.axis_index(names) >= step, before, behind) if causal else before()
 
     # Gradients of keys and values follow a step behind them, so that they, too, are sent beside products.
     def onward(carry: Any, step: jax.Array) -> tuple[Any, None]:
         dq, dkv, kv = carry
-        return (*seen(dq, _sent(dkv, names), kv, step), _sent(kv, names)), None
+        return (*accumulate(dq, _sent(dkv, names), kv, step), _sent(kv, names)), None
 
     dq, *dkv = (_parts(x, causal) for (x,) in gradients(rows, mine, causal))
     (dq, dkv, kv), _ = jax.lax.scan(onward, (dq, dkv, _sent(mine, names)), jnp.arange(1, ways - 1))
-    dq, dkv = seen(dq, _sent(dkv, names), kv, ways - 1)
+    dq, dkv = accumulate(dq, _sent(dkv, names), kv, ways - 1)
     cotangents = (jnp.concatenate(x, axis=2).astype(q_BHTN.dtype) for x in (dq, *_sent(dkv, names)))
     return *cotangents, *(None for _ in mine[2:])  # segments have no gradient
 
@@ -218,6 +218,6 @@ def _plus(sums: list[jax.Array], more: list[jax.Array]) -> list[jax.Array]:
 def _sum(total: Any, more: Any) -> tuple[jax.Array, jax.Array]:
     """Outputs in float32 and log-sum-exp over two sets of keys."""
     (y_BHTN, lse_BHT), (other_BHTN, other_BHT) = total, more
-    both_BHT = jnp.logaddexp(lse_BHT, other_BHT)
-    old, new = (jnp.exp(one_BHT - both_BHT)[..., None] for one_BHT in (lse_BHT, other_BHT))
-    return old * y_BHTN + new * other_BHTN.astype(jnp.float32), both_BHT
+    sum_BHT = jnp.logaddexp(lse_BHT, other_BHT)
+    old, new = (jnp.exp(one_BHT - sum_BHT)[..., None] for one_BHT in (lse_BHT, other_BHT))
+    return old * y_BHTN + new * other_BHTN.astype(jnp.float32), sum_BHT

@@ -21,7 +21,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from mupax.zoo.layers.cpu_attention import SAVED
-from mupax.zoo.layers.ring.ring import Kept, Part
+from mupax.zoo.layers.ring.ring import Part, Residuals
 
 Kernel = splash.SplashAttentionKernel
 Segments = splash.SegmentIds | None
@@ -38,28 +38,28 @@ def forward(
         segments: of what sees one another; all unless given.
     """
     arrays = kernel.fwd_mask_info, q_HTN, k_KSN, v_KSN, segments
-    made = jax.make_jaxpr(functools.partial(_library, kernel.kwargs, True))(*arrays)
-    (call,) = (equation for equation in made.eqns if equation.primitive.name == "pallas_call")
-    whole = made.jaxpr.replace(outvars=call.outvars[-2:])
-    y_HTN, lanes_HTL = jaxpr_as_fun(ClosedJaxpr(whole, made.consts))(*jax.tree.leaves(arrays))
+    program = jax.make_jaxpr(functools.partial(_library, kernel.kwargs, True))(*arrays)
+    (call,) = (equation for equation in program.eqns if equation.primitive.name == "pallas_call")
+    whole = program.jaxpr.replace(outvars=call.outvars[-2:])
+    y_HTN, lanes_HTL = jaxpr_as_fun(ClosedJaxpr(whole, program.consts))(*jax.tree.leaves(arrays))
     first = jax.lax.broadcasted_iota(jnp.int32, lanes_HTL.shape, 2) == 0
     return y_HTN, jnp.where(first, lanes_HTL, 0).sum(axis=-1)
 
 
 def backward(
-    kernel: Kernel, kept: Kept, gradient_HTN: jax.Array, segments: Segments = None
+    kernel: Kernel, residuals: Residuals, gradient_HTN: jax.Array, segments: Segments = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of queries, keys and values, by the log-sum-exp that is kept, which may be of more keys than these.
 
     Args:
         kernel, segments: as of `forward`.
-        kept: its arguments and what came of them.
+        residuals: its arguments and what came of them.
         gradient_HTN: of outputs.
     """
-    q_HTN, k_KSN, v_KSN, y_HTN, lse_HT = kept
-    residuals = q_HTN, k_KSN, v_KSN, segments, None, y_HTN, lse_HT, kernel.dq_mask_info, kernel.dkv_mask_info
+    q_HTN, k_KSN, v_KSN, y_HTN, lse_HT = residuals
+    res = q_HTN, k_KSN, v_KSN, segments, None, y_HTN, lse_HT, kernel.dq_mask_info, kernel.dkv_mask_info
     options = {name: value for name, value in kernel.kwargs.items() if name != "save_residuals"}
-    gradients = splash._splash_attention_bwd(False, res=residuals, do=gradient_HTN, **options)  # pyright: ignore
+    gradients = splash._splash_attention_bwd(False, res=res, do=gradient_HTN, **options)  # pyright: ignore
     return gradients[3:6]
 
 
@@ -86,17 +86,17 @@ def _attended(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments
     return _library(kernel.kwargs, False, kernel.fwd_mask_info, q, k, v, segments)
 
 
-def _kept(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> tuple[jax.Array, Any]:
+def _fwd(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> tuple[jax.Array, Any]:
     y_HTN, lse_HT = (checkpoint_name(x, SAVED) for x in forward(kernel, q, k, v, segments))
     return y_HTN, (kernel, segments, (q, k, v, y_HTN, lse_HT))
 
 
-def _gradients(kept: Any, gradient_HTN: jax.Array) -> tuple[Any, ...]:
-    kernel, segments, arrays = kept
+def _gradients(residuals: Any, gradient_HTN: jax.Array) -> tuple[Any, ...]:
+    kernel, segments, arrays = residuals
     return None, *backward(kernel, arrays, gradient_HTN, segments), None
 
 
-_attended.defvjp(_kept, _gradients)
+_attended.defvjp(_fwd, _gradients)
 
 
 def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:
@@ -126,9 +126,9 @@ def part(blocks: Callable[..., splash.BlockSizes], interpret: bool) -> Part:
         return jax.vmap(forward, (None, 0, 0, 0, 0))(kernel(q_BHTN, k_BKSN, causal), *arrays)
 
     def backwards(
-        kept: Kept, gradient_BHTN: jax.Array, causal: bool, *segments: jax.Array
+        residuals: Residuals, gradient_BHTN: jax.Array, causal: bool, *segments: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        arrays = kept, gradient_BHTN, apart(segments)
-        return jax.vmap(backward, (None, 0, 0, 0))(kernel(kept[0], kept[1], causal), *arrays)
+        arrays = residuals, gradient_BHTN, apart(segments)
+        return jax.vmap(backward, (None, 0, 0, 0))(kernel(residuals[0], residuals[1], causal), *arrays)
 
     return Part(forwards, backwards)
