@@ -56,7 +56,7 @@ class Checkpoints(RankedFolder):
         ranking: Ranking | None = None,
     ) -> None:
         failures.quiet()
-        self._processes, self._asked, self._failed_in_a_row = processes or Processes(), 0, 0
+        self._processes, self._exchanges, self._failed_in_a_row = processes or Processes(), 0, 0
         super().__init__(workdir, keep, note, self._broadcast(lambda: renames_folders(workdir)), ranking)
         self._saved, self._before = self.latest, before
         self._thread: threading.Thread | None = None
@@ -100,8 +100,8 @@ class Checkpoints(RankedFolder):
         except BaseException:
             _ORBAX.release()
             raise
-        self._asked += 1
-        work = (step, checkpoint, response, named, shards, facts, f"saved/{self._asked}")
+        self._exchanges += 1
+        work = (step, checkpoint, response, named, shards, facts, f"saved/{self._exchanges}")
         self._thread = threading.Thread(target=self._finish, args=work, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -148,9 +148,9 @@ class Checkpoints(RankedFolder):
                         self._saved = step
                         return TrainState(**loaded)
             if at is not None:
-                others = ", ".join(str(other) for other in folder.steps(self.folder) if other != at) or "none"
+                alternatives = ", ".join(str(other) for other in folder.steps(self.folder) if other != at) or "none"
                 raise WorkdirError(
-                    f"checkpoint {at} is damaged: {problem}; nothing was changed. There are also: {others}"
+                    f"checkpoint {at} is damaged: {problem}; nothing was changed. There are also: {alternatives}"
                 )
             self._broadcast(lambda step=step, problem=problem: self.set_aside(step, problem))
         raise self.none_good()
@@ -171,8 +171,8 @@ class Checkpoints(RankedFolder):
 
     def _agreed(self, problems: list[str]) -> list[str]:
         """The problems of all processes, on every one."""
-        self._asked += 1
-        gathered = self._processes.gather(f"problems/{self._asked}", problems)
+        self._exchanges += 1
+        gathered = self._processes.gather(f"problems/{self._exchanges}", problems)
         return self._broadcast(lambda: [line for part in gathered or () for line in part])
 
     def _check_fits(self, content: Manifest, abstract: TrainState, facts: dict[str, Any] | None) -> None:
@@ -184,13 +184,13 @@ class Checkpoints(RankedFolder):
                 "or go on with these by --resume-change data, or start again with another --workdir"
             )
         leaves = manifest.by_name(abstract.arrays()).items()
-        wanted = {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves}
+        target = {name: f"{leaf.dtype} {list(leaf.shape)}" for name, leaf in leaves}
         stored = {name: f"{entry['dtype']} {entry['shape']}" for name, entry in content.arrays.items()}
-        if differing := sorted(n for n in wanted.keys() | stored.keys() if wanted.get(n) != stored.get(n)):
+        if differing := sorted(n for n in target.keys() | stored.keys() if target.get(n) != stored.get(n)):
             name = differing[0]
             raise WorkdirError(
                 f"checkpoint {content.step} has another state than this run: {name} is {stored.get(name, 'missing')} there and "
-                f"{wanted.get(name, 'missing')} here ({len(differing)} arrays differ); continue it with the flags and the "
+                f"{target.get(name, 'missing')} here ({len(differing)} arrays differ); continue it with the flags and the "
                 "version it was saved by, or start another run with --workdir"
             )
 
@@ -248,8 +248,8 @@ class Checkpoints(RankedFolder):
 
     def _broadcast(self, value: Callable[[], Any]) -> Any:
         """What process 0 finds, on every process."""
-        self._asked += 1
-        return self._processes.broadcast(f"checkpoints/{self._asked}", value)
+        self._exchanges += 1
+        return self._processes.broadcast(f"checkpoints/{self._exchanges}", value)
 
     def __enter__(self) -> Checkpoints:
         return self

@@ -96,8 +96,8 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
 
     folder = workdir / CHECKPOINTS
     paths = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
-    others = aside(folder)
-    return [_entry(path, verify, workdir, run) for path in [*(p for p in paths if p not in others), *others]]
+    rejects = aside(folder)
+    return [_entry(path, verify, workdir, run) for path in [*(p for p in paths if p not in rejects), *rejects]]
 
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:

@@ -67,15 +67,15 @@ class Trained(NamedTuple):
         checkpoint = self.verified()
         patience = disk.Patience()
         stored: Any = patience(lambda: ocp.metadata(str(checkpoint)), checkpoint).metadata
-        wanted = getattr(abstract, self.weights)
+        target = getattr(abstract, self.weights)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
-        if shapes != {name: leaf.shape for name, leaf in wanted.items()}:
+        if shapes != {name: leaf.shape for name, leaf in target.items()}:
             raise WorkdirError(f"checkpoint {self.step} of {self.workdir} holds another model than {RECORD} says")
-        asked = {
-            part: wanted if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+        request = {
+            part: target if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
             for part, tree in stored.items()
         }
-        return dict(patience(lambda: failures.loaded(checkpoint, asked), checkpoint)[self.weights])
+        return dict(patience(lambda: failures.loaded(checkpoint, request), checkpoint)[self.weights])
 
 
 def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Trained:

@@ -148,12 +148,12 @@ def ranked(folder: Path, metric: str) -> list[int]:
     return sorted((step for step in costs if math.isfinite(costs[step])), key=lambda step: (costs[step], step))
 
 
-def step_of(workdir: Path, wanted: Step | None, metric: str) -> int:
+def step_of(workdir: Path, choice: Step | None, metric: str) -> int:
     """The step of a run that is meant.
 
     Args:
         workdir: of the run.
-        wanted: a step, or best; None is the newest.
+        choice: a step, or best; None is the newest.
         metric: by which the run says what is best.
 
     Raises:
@@ -164,16 +164,16 @@ def step_of(workdir: Path, wanted: Step | None, metric: str) -> int:
     if not saved:
         raise WorkdirError(f"{workdir} has no checkpoint yet; let the run write one first")
     listed = ", ".join(map(str, saved))
-    if wanted == BEST:
+    if choice == BEST:
         if best := ranked(workdir / CHECKPOINTS, metric):
             return best[0]
         raise WorkdirError(
             f"{workdir} has no checkpoint with a finite {metric}, so none is the best; a run keeps its best with "
             f"--checkpoint.keep-best 1. There are the steps {listed}"
         )
-    if wanted is not None and wanted not in saved:
-        raise WorkdirError(f"{workdir} has no checkpoint of step {wanted}; there are {listed}")
-    return max(saved) if wanted is None else wanted
+    if choice is not None and choice not in saved:
+        raise WorkdirError(f"{workdir} has no checkpoint of step {choice}; there are {listed}")
+    return max(saved) if choice is None else choice
 
 
 def named_step(path: Path) -> tuple[Path, Step | None]:
@@ -202,8 +202,8 @@ def branch_off(checkpoints: CheckpointFolder, step: int, files: Sequence[Path]) 
     workdir, later = checkpoints.folder.parent, [saved for saved in steps(checkpoints.folder) if saved > step]
     if not later:
         return ""
-    name, taken = str(later[-1]), disk.names(workdir / BRANCHES)
-    number = sum(other.partition(".")[0] == name for other in taken)
+    name, branches = str(later[-1]), disk.names(workdir / BRANCHES)
+    number = sum(other.partition(".")[0] == name for other in branches)
     branch = workdir / BRANCHES / (f"{name}.{number}" if number else name)
     if not is_remote(branch):
         branch.mkdir(parents=True)

@@ -77,8 +77,8 @@ def whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """
     if errors := [part["error"] for part in parts if "error" in part]:
         raise MupaxFailure(errors[0])
-    first, *others = parts
-    for part in others:
+    first, *rest = parts
+    for part in rest:
         first["files"] |= part["files"]
         for name, entry in part["arrays"].items():
             first["arrays"][name]["shards"] += entry["shards"]

@@ -158,7 +158,7 @@ def _with_mix(config: Config, argv: Sequence[str]) -> Config:
 
 def _check_read(config: Config, argv: Sequence[str]) -> None:
     """A flag that the run would silently ignore is an error; a recipe's own value of it is not."""
-    given = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
+    flags = {word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
     opt, data = config.optimizer, config.data
     readers = {field: name for name, optimizer in reversed(OPTIMIZERS.items()) for field in optimizer.reads}
     instead = {field: f"name {name}" for field, name in readers.items() if field not in OPTIMIZERS[opt.name].reads}
@@ -172,14 +172,14 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
         instead["warmup_from_zero"] = "warmup-steps 100"
     for field, choice in instead.items():
         flag = f"--optimizer.{field.replace('_', '-')}"
-        if flag in given:
+        if flag in flags:
             by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
             by = "a run without warm-up" if choice.startswith("warmup") else by
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
     fields = ("mix", "split", "tokenizer", "separator", "document-mask", "no-document-mask", "reset-positions", "field")
     fields += ("augment", "no-augment", "on-broken", "chat-template", "loss-on", "stream", "no-stream", "train-percent")
-    nested = {flag for flag in given if flag.startswith(("--data.pixels.", "--data.transforms."))}
+    nested = {flag for flag in flags if flag.startswith(("--data.pixels.", "--data.transforms."))}
     for flag in (*(f"--data.{name}" for name in fields), *sorted(nested)):
         field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")
-        if flag in given and field not in source(data.name).reads:
+        if flag in flags and field not in source(data.name).reads:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")

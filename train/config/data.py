@@ -53,9 +53,9 @@ _PUBLISHED: dict[str, Task] = {
 def source(name: str) -> Source:
     """The source of a data.name; any that `SOURCES` does not have is a data set of TFDS."""
     kind, colon, _ = name.partition(":")
-    for known in (f"{kind}:PATH", f"{kind}:NAME") if colon else (name,):
-        if known in SOURCES:
-            return SOURCES[known]
+    for pattern in (f"{kind}:PATH", f"{kind}:NAME") if colon else (name,):
+        if pattern in SOURCES:
+            return SOURCES[pattern]
     task = _PUBLISHED.get(kind.partition("/")[0])
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]

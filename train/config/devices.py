@@ -56,12 +56,12 @@ def parse_rules(words: Sequence[str]) -> Rules:
         logical, equals, right = word.partition("=")
         if not equals:
             raise ConfigError(f"mesh.rules has {word!r}; write LOGICAL=MESH, such as mlp=tensor or vocab=none")
-        _known(logical, _LOGICAL, "logical axis", f"mesh.rules has {word!r}")
+        _check_name(logical, _LOGICAL, "logical axis", f"mesh.rules has {word!r}")
         if logical in rules:
             raise ConfigError(f"mesh.rules names {logical} twice; write one rule with a comma, such as batch=data,fsdp")
         rules[logical] = () if right == "none" else tuple(right.split(","))
         for name in rules[logical]:
-            _known(name, _TARGETS, "mesh axis", f"mesh.rules has {word!r}")
+            _check_name(name, _TARGETS, "mesh axis", f"mesh.rules has {word!r}")
         if len(set(rules[logical])) != len(rules[logical]):
             raise ConfigError(f"mesh.rules has {word!r}, which names a mesh axis twice; write it once")
     return {**DEFAULT, **rules}
@@ -78,14 +78,14 @@ def parse_slices(words: Sequence[str]) -> dict[str, int]:
         axis, _, number = word.partition("=")
         if not (number.isdecimal() and int(number)):
             raise ConfigError(f"mesh.slices has {word!r}; write AXIS=N with a number of slices, such as data=2")
-        _known(axis, _TARGETS, "mesh axis", f"mesh.slices has {word!r}")
+        _check_name(axis, _TARGETS, "mesh axis", f"mesh.slices has {word!r}")
         if axis in slices:
             raise ConfigError(f"mesh.slices names {axis} twice; write it once")
         slices[axis] = int(number)
     return slices
 
 
-def _known(name: str, names: Collection[str], kind: str, what: str) -> None:
+def _check_name(name: str, names: Collection[str], kind: str, what: str) -> None:
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]}?" if near else f"write one of {', '.join(names)}"

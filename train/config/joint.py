@@ -143,13 +143,13 @@ def with_durations(run: Run, tokens: str | None, tau: float | None, flags: Colle
         each = base["batch"] * run.model.units
         steps = base["tokens"] / each
     if tokens is not None:
-        seen = amount("--optimizer.warmup-tokens", tokens)
-        if seen > steps * each:
+        warmup = amount("--optimizer.warmup-tokens", tokens)
+        if warmup > steps * each:
             whose = "run" if run.preset.joint == "none" else "base's run"
             raise ConfigError(
                 f"--optimizer.warmup-tokens {tokens} is more than the {steps * each:,.0f} of the {whose}; write at most that many"
             )
-        opt = dataclasses.replace(opt, warmup_steps=max(1, round(seen / each)))
+        opt = dataclasses.replace(opt, warmup_steps=max(1, round(warmup / each)))
     if tau is not None:
         if not 0 < tau < math.inf:
             raise ConfigError(f"--optimizer.decay-timescale is {tau:g}; write a share of the run above 0, such as 0.25")

@@ -73,14 +73,14 @@ def preset_of(config: Parameterized) -> presets.Preset:
     return preset_for(config.preset, config.model)
 
 
-def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
+def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
     """A parameterization for a model of this family; raises as `preset_of`.
 
     Args:
-        given: name, base, form and constants.
+        config: name, base, form and constants.
         model: whose family the base must be of; constants of parameter groups must mean one of its own.
     """
-    name, sizes = base_parts(given.base)
+    name, sizes = base_parts(config.base)
     base: dict[str, int] | None = {axis: size for axis, size in sizes.items() if axis not in RUN_AXES}
     if name == "None":
         base = base or None
@@ -95,16 +95,16 @@ def preset_for(given: PresetConfig, model: ModelConfig) -> presets.Preset:
         base = {**_with_experts_of(model, named).base_sizes(), **base}
     if base is not None and (missing := _EXPERTS & model.sizes().keys() - base.keys()):
         raise ConfigError(
-            f"preset.base {given.base} has no {', '.join(sorted(missing))} and the model has experts; "
-            f"write {given.base},{base_text({axis: model.sizes()[axis] for axis in sorted(missing)})}, those of the base"
+            f"preset.base {config.base} has no {', '.join(sorted(missing))} and the model has experts; "
+            f"write {config.base},{base_text({axis: model.sizes()[axis] for axis in sorted(missing)})}, those of the base"
         )
-    flags = {name: getattr(given, name) for name in CONSTANT_FLAGS}
+    flags = {name: getattr(config, name) for name in CONSTANT_FLAGS}
     preset = presets.get(
-        given.name,
+        config.name,
         base=base,
-        form=given.form,
-        zero_readout=given.zero_readout,
-        **read_constants(given.constants, flags),
+        form=config.form,
+        zero_readout=config.zero_readout,
+        **read_constants(config.constants, flags),
     )
     if preset.constants:
         from mupax.presets.constants import check

@@ -99,11 +99,11 @@ def text_of(value: Any) -> str:
 
 
 def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
-    known = [field.name for field in dataclasses.fields(owner)]  # pyright: ignore[reportArgumentType]
+    names = [field.name for field in dataclasses.fields(owner)]  # pyright: ignore[reportArgumentType]
     values, hints = _object(prefix.rstrip(".") or "the config", fields), get_type_hints(owner)
     for name, value in values.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
             raise ConfigError(f"no config has a field {prefix}{name}; did you mean {prefix}{near}?")
         if dataclasses.is_dataclass(hints[name]) and not isinstance(value, hints[name]):
             values[name] = _make(hints[name], f"{prefix}{name}.", value)

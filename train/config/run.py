@@ -113,11 +113,11 @@ class Config:
                 f"optimizer.warmup_steps {opt.warmup_steps} and optimizer.decay_steps {opt.decay_steps} are more than "
                 f"the {self.steps} steps of the run; write decay_steps {max(1, self.steps - opt.warmup_steps)} or fewer"
             )
-        wanted = self.data.task
-        if wanted not in (None, self.model.task):
-            named = [name for name, model in CONFIGS.items() if model.task == wanted]
+        task = self.data.task
+        if task not in (None, self.model.task):
+            named = [name for name, model in CONFIGS.items() if model.task == task]
             raise ConfigError(
-                f"the data {self.data.name} is {wanted} and the model, a {self.model.family}, reads {self.model.task}; "
+                f"the data {self.data.name} is {task} and the model, a {self.model.family}, reads {self.model.task}; "
                 f"write another data.name, or one of these models: {', '.join(named)}"
             )
         for name, place in self.data.evaluation_sets.items():
@@ -176,15 +176,15 @@ class Config:
     def _check_metrics(self) -> None:
         """Refuse a best checkpoint or a stop by what no evaluation measures."""
         metrics = metrics_of(self.data.evaluation_sets)
-        for flag, wanted, metric in (
+        for flag, count, metric in (
             ("checkpoint.keep_best", self.checkpoint.keep_best, self.checkpoint.best_metric),
             ("stop.patience", self.stop.patience, self.stop.metric),
         ):
-            if wanted is None:
+            if count is None:
                 continue
             if self.log.eval_every_steps is None:
                 raise ConfigError(
-                    f"{flag} {wanted} goes by evaluations, and the run has one at its end alone; add --log.eval-every-steps N"
+                    f"{flag} {count} goes by evaluations, and the run has one at its end alone; add --log.eval-every-steps N"
                 )
             if metric not in metrics:
                 near = difflib.get_close_matches(metric, metrics, n=1, cutoff=0)[0]

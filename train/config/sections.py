@@ -103,9 +103,9 @@ class InitConfig:
     def __post_init__(self) -> None:
         lists = ("init_new", "init_resize", "init_drop", "init_change")
         check_place("--init-from", self.init_from)
-        given = [name.replace("_", "-") for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
-        if given and self.init_from is None:
-            raise ConfigError(f"--{given[0]} says how to start from a checkpoint; add --init-from PATH")
+        flags = [name.replace("_", "-") for name in ("init_optimizer", "init_ema", *lists) if getattr(self, name)]
+        if flags and self.init_from is None:
+            raise ConfigError(f"--{flags[0]} says how to start from a checkpoint; add --init-from PATH")
 
 
 Step = int | Literal["best"]

@@ -110,16 +110,16 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
             return config  # which `preset_of` refuses
         if name not in CONFIGS:
             name, sizes = "", {**start.model.base_sizes(), **sizes}
-    batch, steps, seen = start.data.batch_size, start.steps, start.steps * start.data.batch_size * start.model.units
+    batch, steps, tokens = start.data.batch_size, start.steps, start.steps * start.data.batch_size * start.model.units
     if study:
-        batch, steps, seen = (study.provenance[field] for field in ("batch", "steps", "seen"))
-    of_this_length, rest = divmod(seen // steps, config.model.units)
+        batch, steps, tokens = (study.provenance[field] for field in ("batch", "steps", "seen"))
+    of_this_length, rest = divmod(tokens // steps, config.model.units)
     if rest and "batch" not in sizes:
         raise ConfigError(
             f"--joint {config.preset.joint}: the base's batch of {batch} is no whole number of examples of this model's length; "
             "write it yourself, as --preset.base MODEL,batch=N,tokens=N"
         )
-    text = ",".join(filter(None, [name, base_text({**sizes, "batch": of_this_length, "tokens": seen, **sizes})]))
+    text = ",".join(filter(None, [name, base_text({**sizes, "batch": of_this_length, "tokens": tokens, **sizes})]))
     config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, base=text))
     _ = config.scaled_optimizer  # refused here, if at all
     return config

@@ -35,14 +35,14 @@ def recipe(path: str) -> Callable[[], Config]:
     fields = _read(path)
     fields = {name: value for name, value in fields.get("config", fields).items() if name not in _OF_ONE_RUN}
 
-    def made() -> Config:
+    def load() -> Config:
         try:
             return from_json(_over(_start(fields), fields))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
-    made.__doc__ = f"The config of {path}."
-    return made
+    load.__doc__ = f"The config of {path}."
+    return load
 
 
 def _read(path: str) -> dict[str, Any]:
