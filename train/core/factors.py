@@ -126,7 +126,7 @@ def draw_of(name: str) -> np.ndarray:
 
 def _alike(preset: Preset, definition: Definition) -> Numbers:
     queries = {name for name, spec in definition.specs.items() if spec.role is Role.QUERY}
-    found = {}
+    draws = {}
     for name, spec in definition.specs.items():
         if spec.role is Role.KEY:
             query = next((of for of in queries if of.rpartition(".")[0] == name.rpartition(".")[0]), None)
@@ -134,8 +134,8 @@ def _alike(preset: Preset, definition: Definition) -> Numbers:
                 raise PresetError(
                     f"{name}: {preset.label} starts keys as queries, and they are not as many; write num_kv_heads as num_heads"
                 )
-            found[LIKE + name] = draw_of(query)
-    return found
+            draws[LIKE + name] = draw_of(query)
+    return draws
 
 
 def check_run(preset: Preset, definition: Definition, factors: Factors, config: OptimizerConfig) -> None:

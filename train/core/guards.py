@@ -65,12 +65,12 @@ def check_chain(
     if preset.family(optimizer) in ("adam", "muon"):
         _check_eps(update, grads, params, {n: x for n, x in factors.eps.items() if n not in matrices})
     ours = reference(definition, preset, optimizer)
-    found, wanted = _sizes(update(grads, params)), _sizes(ours(grads, params))
+    sizes, targets = _sizes(update(grads, params)), _sizes(ours(grads, params))
     groups = [
-        group for group in ([n for n in wanted if n in matrices], [n for n in wanted if n not in matrices]) if group
+        group for group in ([n for n in targets if n in matrices], [n for n in targets if n not in matrices]) if group
     ]
     for group in groups:
-        _check_rates({n: found[n] / wanted[n] for n in group}, rates, preset)
+        _check_rates({n: sizes[n] / targets[n] for n in group}, rates, preset)
     _check_later(tx, grads, params, groups)
     _check_norms(update, grads, params, preset)
     # Coupled decay pulls by lr * wd and independent decay by wd: either way one number for everything that decays.

@@ -74,7 +74,7 @@ def cross_entropy(
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
         return of_logits(logits, targets, weights, labels, z_loss)
-    plan = dataclasses.replace(plan, by_vocab=way.kind == "vocab", kept=way.kept if reading.cap is None else 0)
+    plan = dataclasses.replace(plan, by_vocab=way.kind == "vocab", exp_parts=way.kept if reading.cap is None else 0)
     return _in_parts(plan, _Inputs(reading, reference, targets, jax.lax.stop_gradient(weights), z_loss))
 
 
@@ -135,7 +135,7 @@ class _Plan:
     """Mesh axes that split the vocabulary."""
     by_vocab: bool = False
     """Whether parts are of the vocabulary, not of the tokens."""
-    kept: int = 0
+    exp_parts: int = 0
     """Of those parts, how many keep their exponentials."""
 
     @property
@@ -173,7 +173,7 @@ def _on_devices(plan: _Plan, inputs: _Inputs, with_grads: bool) -> tuple[Sums, R
     }
     readings = [one._replace(weight=one.weight.astype(one.features.dtype)) for one in (reading, reference) if one]
     # Flat, and without what a reading does not have, as the layout wants to be told of every array.
-    given = [(name, x) for one in readings for name, x in one._asdict().items() if x is not None]
+    leaves = [(name, x) for one in readings for name, x in one._asdict().items() if x is not None]
     factors = [] if z_loss is None else [z_loss]
     trained = reading._replace(cap=None)
     returned = [name for name, x in trained._asdict().items() if x is not None] if with_grads else []
@@ -190,9 +190,9 @@ def _on_devices(plan: _Plan, inputs: _Inputs, with_grads: bool) -> tuple[Sums, R
         return (*sums, *(getattr(grads, name) for name in returned))
 
     outputs = (*[()] * (3 + len(factors)), *(axes[name] for name in returned))
-    entries = (plan.tokens, plan.tokens, *[()] * len(factors), *(axes[name] for name, _ in given))
+    entries = (plan.tokens, plan.tokens, *[()] * len(factors), *(axes[name] for name, _ in leaves))
     local = partition.current().local(local, entries, outputs)
-    loss, correct, weight, *grads = local(targets, weights, *factors, *(x for _, x in given))
+    loss, correct, weight, *grads = local(targets, weights, *factors, *(x for _, x in leaves))
     z, grads = (grads[0], grads[1:]) if factors else (None, grads)
     sums = Sums(loss, correct, weight, z=z)
     if not with_grads:

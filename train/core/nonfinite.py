@@ -161,8 +161,8 @@ class RejectedStep(Exception):
             checkpoint: the newest good one.
             faults: the policy of the run.
         """
-        kept = "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is step {checkpoint}"
-        lines = [f"{self.what}. Its update was not applied; {kept}."]
+        note = "there is no checkpoint yet" if checkpoint is None else f"the last good checkpoint is step {checkpoint}"
+        lines = [f"{self.what}. Its update was not applied; {note}."]
         if self.in_a_row >= faults.most_in_a_row:
             lines[0] = f"{self.in_a_row} steps in a row were left out. {lines[0]}"
         elif faults.bad_numbers == "rollback":

@@ -141,13 +141,13 @@ class Initializer:
         self._params = jax.jit(functools.partial(definition.initialize, draw=_draw(device)), out_shardings=born)
         self._spread = jax.jit(lambda params: params, out_shardings=shardings.params)
 
-        def beside(params: Arrays) -> TrainState:
+        def state_of(params: Arrays) -> TrainState:
             average = None if abstract.ema is None else average_of(params)
             return TrainState(jnp.zeros([], jnp.int32), params, tx.init(_moving(params, trained)), average)
 
-        self.beside = beside
+        self.state_of = state_of
         """Parameters to the state at step 0, as a plain function to be transformed."""
-        self.started = jax.jit(beside, out_shardings=shardings, donate_argnums=0)
+        self.started = jax.jit(state_of, out_shardings=shardings, donate_argnums=0)
         """Parameters, whose memory it takes, to the state at step 0 of a run that starts with them."""
 
     def params(self, seed: int, stds: dict[str, np.ndarray]) -> Arrays:

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 def logits_of(
-    definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array, **others: jax.Array
+    definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array, **context: jax.Array
 ) -> jax.Array:
     """Logits, float32 [B, T, V] or [B, V], less those of the reference, where there is one (no gradient flows through it).
 
     Args:
         definition, params, run, inputs: model, parameters as stored, factors of the forward pass, a batch's inputs.
-        **others: what else of a batch the model reads.
+        **context: what else of a batch the model reads.
     """
     multiplier, forward = run.factors.multiplier, run.factors.forward
-    logits = definition.model(params, multiplier, forward)(inputs, **others)
+    logits = definition.model(params, multiplier, forward)(inputs, **context)
     if run.reference is None:
         return logits
-    return logits - jax.lax.stop_gradient(definition.model(run.reference, multiplier, forward)(inputs, **others))
+    return logits - jax.lax.stop_gradient(definition.model(run.reference, multiplier, forward)(inputs, **context))
 
 
 def batch_sums(
@@ -52,21 +52,21 @@ def batch_sums(
         z_loss: as `cross_entropy` takes it; an evaluation has none.
     """
     inputs, targets, weights, labels = batch["inputs"], batch["targets"], batch["weights"], batch.get("labels")
-    others = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
+    context = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
     chex.assert_equal_shape([targets, weights])
     model = definition.model(params, run.factors.multiplier, run.factors.forward)
     if not hasattr(model, "reading"):  # not one of the zoo's
-        logits = logits_of(definition, params, run, inputs, **others)
+        logits = logits_of(definition, params, run, inputs, **context)
         chex.assert_shape(logits, (*targets.shape, None))
         return of_logits(logits, targets, weights, labels, z_loss)
     reference = None
     if run.reference is not None:
-        whole = {name: x for name, x in others.items() if name != "scales"}
+        whole = {name: x for name, x in context.items() if name != "scales"}
         reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(
             inputs, **whole
         )
     how = model.config.compute.cross_entropy
-    reading = model.reading(inputs, **others)
+    reading = model.reading(inputs, **context)
     summed = functools.partial(cross_entropy, how=how, labels=labels, z_loss=z_loss)
     if (routing := reading.routing) is None:
         return summed(reading, targets, weights, reference=reference)

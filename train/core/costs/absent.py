@@ -66,15 +66,15 @@ def per_row(config: Config) -> int | None:
     Args:
         config: of the run; its own mesh, batch and accumulation do not count.
     """
-    taken = []
+    sizes = []
     for rows in (1, 2):
         data = dataclasses.replace(config.data, batch_size=rows, eval_batch_size=None)
         alone = dataclasses.replace(config, mesh=MeshConfig(), accumulation_steps=1, data=data)
         analysis = assemble(alone, jax.devices()[:1]).compile_train().memory_analysis()
         if analysis is None:
             return None
-        taken.append(analysis.temp_size_in_bytes)
-    return max(0, taken[1] - taken[0])
+        sizes.append(analysis.temp_size_in_bytes)
+    return max(0, sizes[1] - sizes[0])
 
 
 def temporary(program: Program, row: int) -> int:

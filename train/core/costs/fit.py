@@ -86,21 +86,21 @@ def room(device: Any) -> int | None:
     return min(total, int(limit) if limit.isdecimal() else total) // jax.local_device_count()
 
 
-def verdict(program: Program, taken: Needs, limit: int) -> str | None:
+def verdict(program: Program, usage: Needs, limit: int) -> str | None:
     """A sentence for a step that does not fit, with the flags that would; None for one that does.
 
     Args:
         program: of the run.
-        taken: by its step.
+        usage: by its step.
         limit: bytes of a device.
     """
-    if taken.fits(limit):
+    if usage.fits(limit):
         return None
-    says = f"{gib(taken.peak)} of {gib(limit)} on {'each device' if program.mesh.size > 1 else 'one device'}."
-    if not taken.compiled:
+    says = f"{gib(usage.peak)} of {gib(limit)} on {'each device' if program.mesh.size > 1 else 'one device'}."
+    if not usage.compiled:
         says += " An estimate fits where it leaves a tenth."
     if absent.here(program):
-        for config, flags in itertools.islice(_proposals(program, taken, limit), _TRIES):
+        for config, flags in itertools.islice(_proposals(program, usage, limit), _TRIES):
             if (smaller := needs(assemble(config))) and smaller.fits(limit):
                 return f"{says} With {flags} it takes {gib(smaller.peak)}, as compiled"
     shorter = f"a smaller model{', or a smaller --model.seq-len' if hasattr(program.config.model, 'seq_len') else ''}"
@@ -146,17 +146,17 @@ def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config,
             yield dataclasses.replace(saving, accumulation_steps=more), flags
 
 
-def _proposals(program: Program, taken: Needs, limit: int) -> Iterator[tuple[Config, str]]:
+def _proposals(program: Program, usage: Needs, limit: int) -> Iterator[tuple[Config, str]]:
     """Runs with the same result on the devices there are that should fit, those that cost less time first, with their flags."""
     here, gradients = max(1, _activations(program, program.config)), _gradients(program)
     for other in (program, *_resplit(program)):
         kinds = set()
         for config, flags in _savings(other, ("dots", "block")):
             share = _activations(other, config) / here
-            temporary = _gradients(other) + max(0, taken.temporary - gradients) * share
+            temporary = _gradients(other) + max(0, usage.temporary - gradients) * share
             temporary += absent.buffers(other) - absent.buffers(program)
             kind = config.model.compute.remat
-            if kind not in kinds and taken.state - _state(program) + _state(other) + temporary <= _SLACK * limit:
+            if kind not in kinds and usage.state - _state(program) + _state(other) + temporary <= _SLACK * limit:
                 kinds.add(kind)
                 yield config, " ".join((*_mesh_flags(program.config, config), *flags))
 
@@ -171,8 +171,8 @@ def _resplit(program: Program) -> Iterator[Program]:
 def _larger(program: Program) -> Iterator[Program]:
     """More devices than there are, the fewest first, as many along fsdp as the model's sizes allow and the rest along data."""
     sizes, batch = program.mesh.shape, program.config.data.batch_size
-    others = program.mesh.size // (sizes["data"] * sizes["fsdp"])
-    fewest = max(program.mesh.size, jax.device_count()) // others
+    model_ways = program.mesh.size // (sizes["data"] * sizes["fsdp"])
+    fewest = max(program.mesh.size, jax.device_count()) // model_ways
     for ways in (n for n in range(fewest + 1, batch + 1) if batch % n == 0):
         splits = (f for f in range(ways, sizes["fsdp"] - 1, -1) if ways % f == 0)
         meshes = (other for f in splits for other in _on(program, data=ways // f, fsdp=f))

@@ -47,8 +47,8 @@ class Work(NamedTuple):
     @property
     def chunk(self) -> int:
         """Tokens of one chunk, at most rows, in chunks as even as can be."""
-        wanted = max(CHUNK_LOGITS[self.platform] // self.columns, LEAST_ROWS)
-        return math.ceil(self.rows / math.ceil(self.rows / wanted))
+        target = max(CHUNK_LOGITS[self.platform] // self.columns, LEAST_ROWS)
+        return math.ceil(self.rows / math.ceil(self.rows / target))
 
     @property
     def parts(self) -> list[slice]:
@@ -106,7 +106,7 @@ def way(work: Work, kind: Kind, kept: int | None = None) -> Way:
     return Way(kind, memory, 20.0 * logits + 12.0 * chunks * matrix, after=matrix * 4, parts=chunks)
 
 
-def _by_parts(work: Work, kept: int | None) -> Way:
+def _by_parts(work: Work, exp_parts: int | None) -> Way:
     cuts, part = work.parts, work.parts[0].stop
     memory = {
         "logits of a part": work.rows * part * 4,
@@ -115,14 +115,14 @@ def _by_parts(work: Work, kept: int | None) -> Way:
         "readout, a part and its gradient": work.width * part * (4 + work.itemsize),
     }
     each = work.rows * part * work.itemsize
-    if kept is None:
+    if exp_parts is None:
         free = len(cuts) * each if work.room is None else work.room - sum(memory.values())
-        kept = max(0, min(free // each, len(cuts)))
-    memory["exponentials"] = kept * each
+        exp_parts = max(0, min(free // each, len(cuts)))
+    memory["exponentials"] = exp_parts * each
     logits = work.rows * work.columns
     traffic = 26.0 * logits + 12.0 * work.width * work.columns + 10.0 * len(cuts) * work.rows * work.width
-    again = 2.0 * (len(cuts) - kept) * work.rows * part * work.width
-    return Way("vocab", memory, traffic, again=again, parts=len(cuts), kept=kept)
+    again = 2.0 * (len(cuts) - exp_parts) * work.rows * part * work.width
+    return Way("vocab", memory, traffic, again=again, parts=len(cuts), kept=exp_parts)
 
 
 def above(work: Work, one: Way) -> int:

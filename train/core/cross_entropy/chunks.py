@@ -62,15 +62,15 @@ def on_one(
     nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), reading._replace(features=None, cap=None))  # pyright: ignore
     total = ((zero,) * (3 if z_loss is None else 4), nothing if with_grads else None)
     fixed = None if reference is None else cut(reference.features, width)
-    (sums, found), by_chunk = jax.lax.scan(
+    (sums, total_grads), by_chunk = jax.lax.scan(
         add, total, (cut(reading.features, width), fixed, cut(targets), cut(weights))
     )
     sums = _psum(sums, plan.summed)
     if by_chunk is None:
         return sums, None
     features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
-    weight = reduce_scatter(_psum(found.weight, plan.shared), plan.scattered, 0)
-    scale, bias = _psum((_psum(found.scale, plan.over_vocab), found.bias), plan.summed)
+    weight = reduce_scatter(_psum(total_grads.weight, plan.shared), plan.scattered, 0)
+    scale, bias = _psum((_psum(total_grads.scale, plan.over_vocab), total_grads.bias), plan.summed)
     return sums, Reading(_psum(features, plan.over_vocab), weight, scale, bias)
 
 

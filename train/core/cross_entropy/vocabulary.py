@@ -89,7 +89,7 @@ def on_one(
         # the others is taken with them, where an argmax reads all logits again.
         before_NV = (logits_NV == top_N[:, None]) & (column(cut) < targets_N[:, None])
         befores.append(jnp.sum(before_NV.astype(jnp.float32), axis=1))
-        if len(exps) < plan.kept:
+        if len(exps) < plan.exp_parts:
             exps.append(exp_NV.astype(features_ND.dtype))
     top_N = several(jax.lax.pmax, functools.reduce(jnp.maximum, tops))
     shares = [jnp.exp(top - top_N) for top in tops]

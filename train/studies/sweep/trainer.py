@@ -106,7 +106,7 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
 
     score = jax.jit(jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=split), out_shardings=over)
     births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=taken[0].params)
-    begins = jax.jit(jax.vmap(program.initializer.beside), out_shardings=taken[0])
+    begins = jax.jit(jax.vmap(program.initializer.state_of), out_shardings=taken[0])
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
