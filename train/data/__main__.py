@@ -98,7 +98,7 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
 
     base = cache.data_sets(data_dir)
     dataset = name.partition(":")[0].partition("/")[0]
-    if dataset not in published.known():
+    if dataset not in published.builder_names():
         raise DataError(published.unknown(name, base))
     cache.folder(base)
     import tensorflow_datasets as tfds

@@ -90,13 +90,13 @@ class ImageData(LabelledData):
     def shown(self, k: int, rows: np.ndarray, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         _, positions = self._shuffle(examples)
         uniforms = order.rng(self.seed, order.AUGMENTATION, k).random((self.batch_size, NUMBERS))
-        return self._seen(self.train, positions, self._train_view, uniforms[rows])
+        return self._batch(self.train, positions, self._train_view, uniforms[rows])
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
         # A row past the end shows the first image again, at weight 0.
         positions = self.eval_positions(np.where(indices < self.eval_size, indices, 0))
-        raw, targets = self._seen(self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS)))
+        raw, targets = self._batch(self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS)))
         inputs = normalized(raw, self.pixels, self.white)
         return {"inputs": inputs, "targets": targets, "weights": (indices < self.eval_size).astype(np.float32)}
 
@@ -104,7 +104,7 @@ class ImageData(LabelledData):
         """Which evaluation images the examples `indices` are, int64: the fixed shuffled order."""
         return self._eval_shuffle(indices)[1]
 
-    def _seen(
+    def _batch(
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Raw float32 [b, H, W, C] and int32 [b] of the images at `positions`."""

@@ -114,8 +114,8 @@ class LabelledData(Data):
             return {"inputs": inputs, "targets": targets, "weights": np.ones(len(targets), np.float32)}
         group = transforms.mix_group or self.batch_size
         before = own - own % group + (own - 1) % group
-        made, places = np.unique(np.concatenate([own, before]), return_inverse=True)
-        inputs, targets = self._transformed(k, made)
+        positions, places = np.unique(np.concatenate([own, before]), return_inverse=True)
+        inputs, targets = self._transformed(k, positions)
         labels = soft_labels(targets, len(self.class_names or ()), transforms.label_smoothing)
         first, second = places[: len(own)], places[len(own) :]
         targets = targets[first]

@@ -42,9 +42,9 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
 
             _check_classes(data.class_names, folders.split(folder)[2])
         loaded = sources.load(part, config.model, seed=config.data_seed, note=lambda text: note(f"{name}: {text}"))
-        if (known := data.facts.get("tokenizer")) != (here := loaded.facts.get("tokenizer")):
+        if (tokenizer := data.facts.get("tokenizer")) != (here := loaded.facts.get("tokenizer")):
             raise DataError(
-                f"{place} is cut into tokens of {here}, and the run's data into those of {known}; leave it out"
+                f"{place} is cut into tokens of {here}, and the run's data into those of {tokenizer}; leave it out"
             )
         _check_classes(data.class_names, loaded.class_names)
     except DataError as error:
@@ -52,10 +52,10 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
     return loaded
 
 
-def _check_classes(known: list[str] | None, here: list[str] | None) -> None:
+def _check_classes(classes: list[str] | None, here: list[str] | None) -> None:
     """Refuse classes that are not the run's: label 3 would mean something else."""
-    if known is not None and here != known:
-        shown = (", ".join(names[:8]) + (" …" if len(names) > 8 else "") for names in (here or ["unknown"], known))
+    if classes is not None and here != classes:
+        shown = (", ".join(names[:8]) + (" …" if len(names) > 8 else "") for names in (here or ["unknown"], classes))
         raise DataError(
             "its classes are {}, and those of the run {}; give it the same classes, or leave it out".format(*shown)
         )

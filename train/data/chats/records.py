@@ -66,10 +66,10 @@ def in_folder(path: Path) -> bool:
     return False
 
 
-def _content(value: Any, where: str, field: str, others: list[str], without_answer: dict[str, None]) -> bytes:
+def _content(value: Any, where: str, field: str, text_fields: list[str], without_answer: dict[str, None]) -> bytes:
     """The messages as JSON; nothing where no assistant speaks, which is noted."""
     if not isinstance(value, list):
-        content_of(None if isinstance(value, str) else value, where, field, others)
+        content_of(None if isinstance(value, str) else value, where, field, text_fields)
     try:
         messages = templates.checked(value)
     except DataError as error:
@@ -77,4 +77,4 @@ def _content(value: Any, where: str, field: str, others: list[str], without_answ
     if not any(message["role"] == "assistant" for message in messages):
         without_answer[where] = None
         return b""
-    return content_of(json.dumps(messages, ensure_ascii=False), where, field, others)
+    return content_of(json.dumps(messages, ensure_ascii=False), where, field, text_fields)

@@ -149,22 +149,22 @@ class Lines:
         self.close()
 
 
-def content_of(value: Any, where: str, field: str, others: list[str]) -> bytes:
+def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> bytes:
     """The text of a record, in UTF-8.
 
     Args:
         value: of the field; None where there is none.
         where: file and line or row, for the error.
         field: its name.
-        others: names of fields that have text.
+        text_fields: names of fields that have text.
 
     Raises:
         DataError: it is no text, has a NUL character, which separates documents, or half of a surrogate pair.
     """
     if not isinstance(value, str):
         kind = "no field" if value is None else f"no text but {type(value).__name__} in"
-        advice = f"write --data.field {others[0]}" if others else "repair or remove it"
-        more = f" (or {', '.join(others[1:_LISTED])})" if others[1:] else ""
+        advice = f"write --data.field {text_fields[0]}" if text_fields else "repair or remove it"
+        more = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
         raise DataError(f"{where} has {kind} {field!r}; {advice}{more}")
     if "\0" in value:
         raise DataError(f"{where} has a NUL character in its text; remove it")

@@ -97,8 +97,8 @@ def by_file(read: Files) -> list[FileParts]:
                 yield each, partial(_records, file, part, None if side else each)
 
     rest = [(name, file.path, of_ids(name, file)) for name, file in read.ids]
-    known = [*((name, file, of_text[file]) for name, file in read.text), *rest]
-    listed = {name: FileParts(name, file, {side for side, _ in parts}, parts.__iter__) for name, file, parts in known}
+    entries = [*((name, file, of_text[file]) for name, file in read.text), *rest]
+    listed = {name: FileParts(name, file, {side for side, _ in parts}, parts.__iter__) for name, file, parts in entries}
     for name, file in read.records:
         side = None if by_name is None else by_name[name]
         listed[name] = FileParts(name, file.path, {side} if side else {*SIDES}, partial(of_records, file, side))
@@ -108,8 +108,8 @@ def by_file(read: Files) -> list[FileParts]:
 def _by_name(names: list[str]) -> dict[str, str] | None:
     """The side of each file by a word in its name or first folder; None where names tell no two sides."""
     words = {name: set(re.split(r"[^a-z]+", f"{name.split('/')[0]} {Path(name).name}".lower())) for name in names}
-    named = {name: "eval" if found & _EVAL and not found & _TRAIN else "train" for name, found in words.items()}
-    telling = any(found & _TRAIN for found in words.values())
+    named = {name: "eval" if terms & _EVAL and not terms & _TRAIN else "train" for name, terms in words.items()}
+    telling = any(terms & _TRAIN for terms in words.values())
     return named if telling and set(named.values()) == {"train", "eval"} else None
 
 

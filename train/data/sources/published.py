@@ -183,7 +183,7 @@ def find(name: str, data_dir: str | None) -> DataSet:
         configs = sorted(sub.name for sub in folder.iterdir() if _versions(sub)) if folder.is_dir() else []
         if configs:
             raise DataError(f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}")
-        if dataset.split("/")[0] not in known():
+        if dataset.split("/")[0] not in builder_names():
             raise DataError(unknown(name, base))
         where = f" --data-dir {data_dir}" if data_dir and not is_remote(base) else ""
         command = f"python -m mupax.train.data prepare {name}{where}"
@@ -200,13 +200,13 @@ def find(name: str, data_dir: str | None) -> DataSet:
 
 def _described(folder: Path, dataset: str) -> DataSet:
     content = cache.read_json(folder / "dataset_info.json")
-    listed, others = ((content or {}).get(name, []) for name in ("splits", "alternativeFileFormats"))
-    if not isinstance(listed, list) or not isinstance(others, list):
+    listed, alternatives = ((content or {}).get(name, []) for name in ("splits", "alternativeFileFormats"))
+    if not isinstance(listed, list) or not isinstance(alternatives, list):
         content = None
     splits = [split.get("name") for split in listed if isinstance(split, dict)] if content else []
     if content is None or not (folder / "features.json").exists():
         raise DataError(f"{folder} has no whole dataset_info.json and features.json. {cache.prepare_again(dataset)}")
-    formats = [content.get("fileFormat"), *others]
+    formats = [content.get("fileFormat"), *alternatives]
     if "array_record" not in formats:
         raise DataError(
             f"{folder} is in {formats[0] or 'tfrecord'}, which only TensorFlow reads; prepare it with "
@@ -237,13 +237,13 @@ def unknown(name: str, base: Path) -> str:
     if (path := Path(name)).exists():
         kinds = "text:{0}, records:{0} or images:{0}" if path.is_dir() else "text:{0} or records:{0}"
         return f"{name} is a {'folder' if path.is_dir() else 'file'} here, and not how data are named; write {kinds.format(name)}"
-    names = [*SOURCES, *known(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
+    names = [*SOURCES, *builder_names(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
     near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
     hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(SOURCES)} or a TFDS name"
     return f"no data is named {name!r}; {hint}"
 
 
-def known() -> list[str]:
+def builder_names() -> list[str]:
     """Names of the data sets that TFDS can prepare."""
     import tensorflow_datasets as tfds
 

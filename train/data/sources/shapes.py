@@ -73,7 +73,7 @@ class EndlessData(LabelledData):
         indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
         counts = indices < self.eval_size
         # A row past the end shows the first image again, at weight 0.
-        inputs, targets = _seen(_EVAL_SEED, EVAL, np.where(counts, indices, 0))
+        inputs, targets = _batch(_EVAL_SEED, EVAL, np.where(counts, indices, 0))
         return {"inputs": inputs, "targets": targets, "weights": counts.astype(np.float32)}
 
     def references(self) -> list[Reference]:
@@ -90,12 +90,12 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
     """
     from sklearn.linear_model import LogisticRegression
 
-    x, y = _seen(0, TRAIN, np.arange(train_images))
+    x, y = _batch(0, TRAIN, np.arange(train_images))
     # Weak pixels want a strong penalty: without one the many weights fit chance alone.
     model = LogisticRegression(C=1e-4, max_iter=100).fit(x.reshape(len(x), -1), y)
     correct = 0.0
     for start in range(0, eval_images, 5000):
-        x, y = _seen(_EVAL_SEED, EVAL, np.arange(start, min(start + 5000, eval_images)))
+        x, y = _batch(_EVAL_SEED, EVAL, np.arange(start, min(start + 5000, eval_images)))
         correct += float((model.predict(x.reshape(len(x), -1)) == y).sum())
     return correct / eval_images
 
@@ -111,7 +111,7 @@ def striped_shapes(config: DataConfig, model: ModelConfig, seed: int, note: cach
     return EndlessData(config, seed)
 
 
-def _seen(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _batch(seed: int, stream: int, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """float32 [b, H, W, C] in [-1, 1] and int32 [b]."""
     raw, labels = render(seed, stream, indices)
     return normalized(raw.astype(np.float32), WHOLE), labels
@@ -148,12 +148,12 @@ class _Random:
 
     def __init__(self, seed: int, stream: int, indices: np.ndarray) -> None:
         key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
-        self._states_B, self._taken = _mix(indices.astype(np.uint64) ^ key), 0
+        self._states_B, self._offset = _mix(indices.astype(np.uint64) ^ key), 0
 
     def words(self, count: int) -> np.ndarray:
         """uint64 [B, count]."""
-        steps = np.arange(self._taken + 1, self._taken + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        self._taken += count
+        steps = np.arange(self._offset + 1, self._offset + count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._offset += count
         return _mix(self._states_B[:, None] + steps)
 
     def uniform(self, low: float, high: float, *shape: int) -> np.ndarray:

@@ -97,8 +97,8 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
     text.check_vocabulary(config, encoder, model)
     folder = cache.folder(cache.root() / "streams" / f"{corpus.key}-{encoder.key}")
     evaluation = Lane(folder / "eval", corpus.held_out, encoder)
-    wanted = EVAL_TOKENS if config.eval_examples is None else config.eval_examples * model.seq_len + 1
-    held_out = evaluation.first(wanted, note)
+    eval_tokens = EVAL_TOKENS if config.eval_examples is None else config.eval_examples * model.seq_len + 1
+    held_out = evaluation.first(eval_tokens, note)
     count = len(corpus.lanes)
     lanes = [Lane(folder / f"train-{i}-of-{count}", each, encoder) for i, each in enumerate(corpus.lanes)]
     beginning = lanes[0].first(1, note)  # what is wrong with every record is wrong with the first

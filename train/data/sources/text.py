@@ -86,9 +86,9 @@ def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple
     encoder = named_tokenizers.opened(config.tokenizer, config.separator)
     vocab_size = encoder.vocab_size if encoder and config.tokenizer != "bytes" else None
     files = user_files.files(path_of(path), kind, config.field, vocab_size, note)
-    if isinstance(encoder, tokenizer.Ids) and (others := [*files.text, *files.records]):
+    if isinstance(encoder, tokenizer.Ids) and (entries := [*files.text, *files.records]):
         raise DataError(
-            f"{others[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and no words; take it out of "
+            f"{entries[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and no words; take it out of "
             f"{path}, or write data.tokenizer as the path of the tokenizer.json that made the ids"
         )
     if config.field != type(config).field and not files.records:

@@ -23,7 +23,7 @@ class Ahead:
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
-        self._lanes, self._wanted = lanes, dict[int, int]()
+        self._lanes, self._targets = lanes, dict[int, int]()
         self._changed, self._stopped = threading.Event(), threading.Event()
 
     def want(self, lane: int, tokens: int) -> None:
@@ -33,8 +33,8 @@ class Ahead:
             lane: its number.
             tokens: from its first.
         """
-        if tokens > self._wanted.get(lane, 0):
-            self._wanted[lane] = tokens
+        if tokens > self._targets.get(lane, 0):
+            self._targets[lane] = tokens
             self._changed.set()
 
     @contextlib.contextmanager
@@ -54,7 +54,7 @@ class Ahead:
         with contextlib.suppress(MupaxError, OSError):
             while not self._stopped.is_set():
                 self._changed.clear()
-                lacks = [(self._lanes[i].tokens / wanted, i) for i, wanted in [*self._wanted.items()]]
+                lacks = [(self._lanes[i].tokens / target, i) for i, target in [*self._targets.items()]]
                 behind = [(share, i) for share, i in lacks if share < 1 and not self._lanes[i].ended]
                 if not behind:
                     self._changed.wait()

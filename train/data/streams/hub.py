@@ -90,16 +90,16 @@ class HubDocuments:
         rows = self._data_set.splits[self._split].shard(count, number, contiguous=False)
         if position is not None:
             rows.load_state_dict(position)
-        chunk, size, seen = [], 0, 0
+        chunk, size, row_count = [], 0, 0
         with _asking(self._data_set.name, ReadError):
             for row in rows:
-                text, seen = self._text(row), seen + 1
+                text, row_count = self._text(row), row_count + 1
                 if text and (self._side is None or corpus.side(text) == self._side):
                     chunk.append((text, True))
                     size += len(text)
-                if size >= _CHUNK_BYTES or seen >= _CHUNK_ROWS:
+                if size >= _CHUNK_BYTES or row_count >= _CHUNK_ROWS:
                     yield chunk, rows.state_dict()
-                    chunk, size, seen = [], 0, 0
+                    chunk, size, row_count = [], 0, 0
         yield chunk, rows.state_dict()
 
     def _text(self, row: dict[str, Any]) -> bytes:

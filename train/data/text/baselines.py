@@ -55,13 +55,13 @@ def _losses(data: Data, vocab_size: int, special: np.ndarray) -> dict[str, float
 
 def _examples(batches: Iterator[Batch], most_targets: int) -> Batch:
     """The examples of so many batches as have so many target positions, one below the other."""
-    taken, targets = [], 0
+    parts, targets = [], 0
     for batch in batches:
         if targets >= most_targets:
             break
-        taken.append(batch)
+        parts.append(batch)
         targets += batch["targets"].size
-    return {name: np.concatenate([batch[name] for batch in taken]) for name in taken[0]}
+    return {name: np.concatenate([batch[name] for batch in parts]) for name in parts[0]}
 
 
 def _counted(examples: Batch) -> np.ndarray:

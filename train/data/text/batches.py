@@ -159,8 +159,8 @@ class TokenData(TextWindows):
     ) -> None:
         check_length(config, "training", len(train.tokens), 2 * seq_len, seq_len)
         size = (len(train.tokens) - seq_len) // seq_len
-        known = {"train_tokens": len(train.tokens), **({"train_bytes": train.text_bytes} if has_bytes else {})}
-        facts = {**facts, **known}
+        counts = {"train_tokens": len(train.tokens), **({"train_bytes": train.text_bytes} if has_bytes else {})}
+        facts = {**facts, **counts}
         super().__init__(config, eval_, tokenizer, seq_len=seq_len, facts=facts, train_size=size, has_bytes=has_bytes)
         self._train, self._seed = train.tokens, seed
         self._shuffle = order.Shuffle(size, seed)

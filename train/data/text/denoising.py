@@ -137,11 +137,11 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: cache.Note 
         DataError: as `denoising`, or targets are longer or shorter than the model's.
     """
     noise, sizes = noise_of(config), model.sizes()
-    wanted, there = noise.lengths(sizes["source"]).targets, sizes["position"]
-    if wanted != there:
+    target_len, there = noise.lengths(sizes["source"]).targets, sizes["position"]
+    if target_len != there:
         raise DataError(
-            f"{config.noise} of {sizes['source']} inputs makes targets of {wanted} tokens, and the model's are {there}; "
-            f"write --model.target-len {wanted}"
+            f"{config.noise} of {sizes['source']} inputs makes targets of {target_len} tokens, and the model's are {there}; "
+            f"write --model.target-len {target_len}"
         )
     plain = dataclasses.replace(config, noise=None, noise_rate=None, noise_span=None)
     return denoising(plain, noise, inputs=sizes["source"], vocab_size=sizes["vocab"], seed=seed, note=note)

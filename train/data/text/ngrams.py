@@ -70,11 +70,11 @@ def nats_per_byte(
             totals = np.add.reduceat(counts, first)
             keys = _keys(text, positions[inside], n, key)
             context = _context(keys, n)
-            seen, total = _lookup(grams, counts, keys), _lookup(contexts, totals, context)
+            count, total = _lookup(grams, counts, keys), _lookup(contexts, totals, context)
             # A context never seen has t = 0: backing off alone is t = 1.
             kind = np.maximum(_lookup(contexts, kinds, context), 1)
             p = p.copy()
-            p[inside] = (seen + kind * p[inside]) / (total + kind)
+            p[inside] = (count + kind * p[inside]) / (total + kind)
         losses.append(-np.log(p))
     return losses
 
@@ -91,7 +91,7 @@ def _context(keys: np.ndarray, n: int) -> np.ndarray:
     return keys >> keys.dtype.type(2 * keys.itemsize) if n > 1 else keys & keys.dtype.type(0)
 
 
-def _lookup(known: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def _lookup(sorted_keys: np.ndarray, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """values where keys are among the sorted known ones, else 0."""
-    at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-    return np.where(known[at] == keys, values[at], 0)
+    at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+    return np.where(sorted_keys[at] == keys, values[at], 0)

@@ -327,4 +327,4 @@ def test_command_without_a_network(
 
 
 def test_names_of_tfds_are_known() -> None:
-    assert {"c4", "imagenet2012", "mnist"} <= set(published.known())
+    assert {"c4", "imagenet2012", "mnist"} <= set(published.builder_names())
