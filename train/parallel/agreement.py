@@ -63,8 +63,8 @@ def facts(config: Config) -> dict[str, Any]:
 
 def first_difference(parts: list[dict[str, Any]]) -> str:
     """The first difference of a process from process 0, in words; "" where there is none."""
-    first, *others = parts
-    for index, part in enumerate(others, start=1):
+    first, *rest = parts
+    for index, part in enumerate(rest, start=1):
         for group, words in _WORDS.items():
             if unlike := list(differences(first[group], part[group])):
                 here, there = f"process {index} ({part['host']})", f"process 0 ({first['host']})"

@@ -175,8 +175,8 @@ def _shared(folder: Path | None, processes: Processes) -> bool:
         with contextlib.suppress(OSError):
             mark.touch()
     name = processes.broadcast("compilation cache", lambda: mark and mark.name)
-    seen = bool(folder and name) and any(_exists(folder / name, wait) for wait in (0, 0.2, 1))  # a network's file
-    absent = [i for i, sees in enumerate(processes.gather("compilation cache", seen) or []) if not sees]
+    visible = bool(folder and name) and any(_exists(folder / name, wait) for wait in (0, 0.2, 1))  # a network's file
+    absent = [i for i, sees in enumerate(processes.gather("compilation cache", visible) or []) if not sees]
     verdict = processes.broadcast("compilation cache shared", lambda: not absent)
     if processes.leader and mark is not None:
         with contextlib.suppress(OSError):

@@ -127,13 +127,13 @@ class Cluster(Processes):
 
     def _watch(self) -> None:
         beat = 0
-        seen: dict[str, tuple[str, float]] = {}
+        last_beats: dict[str, tuple[str, float]] = {}
         while not self._done.wait(_POLL_S):
             beat += 1
             try:
                 self._client.key_value_set(f"{_ALIVE}/{self.index}", f"{beat} {socket.gethostname()}", True)
                 if self.leader:
-                    self._look_for_silence(seen)
+                    self._look_for_silence(last_beats)
                 failures = self._client.key_value_dir_get(_FAILED)
             except Exception:  # any error of the network; the store may answer again
                 continue
@@ -148,15 +148,15 @@ class Cluster(Processes):
             if time.monotonic() - self._answered > self._silence + _POLL_S and not self._failing:
                 self._leave(f"process 0 (the coordinator) failed: no answer for {self._silence} s")
 
-    def _look_for_silence(self, seen: dict[str, tuple[str, float]]) -> None:
+    def _look_for_silence(self, last_beats: dict[str, tuple[str, float]]) -> None:
         """Process 0: a process whose beat has stood still is declared dead."""
         now, beats = time.monotonic(), dict(self._client.key_value_dir_get(_ALIVE))
         for index in range(1, self.count):
             key = f"{_ALIVE}/{index}"
             beat = beats.get(key, "")
-            if seen.setdefault(key, (beat, now))[0] != beat:
-                seen[key] = (beat, now)
-            elif now - seen[key][1] > self._silence:
+            if last_beats.setdefault(key, (beat, now))[0] != beat:
+                last_beats[key] = (beat, now)
+            elif now - last_beats[key][1] > self._silence:
                 host = beat.partition(" ")[2] or "host unknown"
                 self._post_failure(index, host, f"killed or cut off, not heard of for {self._silence} s")
 
@@ -176,35 +176,35 @@ def _may_follow_from_another(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def joined(others: dict[str, Any], config: DistributedConfig) -> Iterator[Cluster]:
+def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Cluster]:
     """Join the other processes for as long as this is entered. Enter it before anything asks JAX for its devices.
 
     An exception that leaves it is told to the others, which then end too, within seconds, with its exit code and text.
 
     Args:
-        others: where they are (`processes.place`).
+        address: where they are (`processes.place`).
         config: how long to wait for them.
     """
     # It would take SIGTERM away from `train/parallel/signals.py`, which agrees on a step by itself and hears SIGINT too.
     jax.config.update("jax_enable_preemption_service", False)
-    late = threading.Timer(config.timeout_seconds, _too_late, (others, config.timeout_seconds))
+    late = threading.Timer(config.timeout_seconds, _too_late, (address, config.timeout_seconds))
     late.daemon = True
     late.start()
     try:
         # The service ends a process without a word for a person, on purpose later than `_too_late` and `Processes` do.
         with aborts.without_trace():
             jax.distributed.initialize(
-                **others,
+                **address,
                 initialization_timeout=config.timeout_seconds + 60,
                 heartbeat_timeout_seconds=config.heartbeat_seconds + 60,
             )
     finally:
         late.cancel()
-    state, made = _distributed.global_state, list[Cluster]()
+    state, clusters = _distributed.global_state, list[Cluster]()
     coordinator = state.coordinator_address if state.process_id else None
-    aborts.listen(coordinator, lambda reason: [each.post_failure(reason) for each in made])
+    aborts.listen(coordinator, lambda reason: [each.post_failure(reason) for each in clusters])
     processes = Cluster(jax.process_index(), jax.process_count(), state.client, config.heartbeat_seconds)
-    made.append(processes)
+    clusters.append(processes)
     try:
         yield processes
     except BaseException as error:
@@ -217,11 +217,11 @@ def joined(others: dict[str, Any], config: DistributedConfig) -> Iterator[Cluste
     last.join(_SHUTDOWN_S)
 
 
-def _too_late(others: dict[str, Any], seconds: int) -> None:
+def _too_late(address: dict[str, Any], seconds: int) -> None:
     who, where = "this process", ""
-    if others.get("coordinator_address"):
-        who = f"process {others['process_id']} of {others['num_processes']}"
-        where = f" at {others['coordinator_address']}"
+    if address.get("coordinator_address"):
+        who = f"process {address['process_id']} of {address['num_processes']}"
+        where = f" at {address['coordinator_address']}"
     terminal.note(
         f"error: {who} waited {seconds} s for process 0{where} and the others; start all of them at about the same time, "
         "check that every one reaches that host and port, or give --distributed.timeout-seconds more"

@@ -122,17 +122,17 @@ def _sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
         raise MeshError(f"mesh.{' and mesh.'.join(unknown)} are both -1; leave at most one to be inferred")
-    known = math.prod(size for size in sizes.values() if size != -1)
+    product = math.prod(size for size in sizes.values() if size != -1)
     if unknown:
-        if devices % known:
+        if devices % product:
             raise MeshError(
-                f"the mesh needs a multiple of {known} devices ({described(sizes)}); there are {devices}. "
+                f"the mesh needs a multiple of {product} devices ({described(sizes)}); there are {devices}. "
                 "Write smaller axes, or --mesh.data -1 alone to use what there is"
             )
-        sizes[unknown[0]] = devices // known
-    elif known != devices:
+        sizes[unknown[0]] = devices // product
+    elif product != devices:
         raise MeshError(
-            f"the mesh needs {known} devices ({described(sizes)}); there are {devices}. "
+            f"the mesh needs {product} devices ({described(sizes)}); there are {devices}. "
             "Write axes whose product is that, or --mesh.data -1 to use what is left"
         )
     return sizes

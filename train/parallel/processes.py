@@ -169,6 +169,6 @@ def place(
             "local_device_ids": [int(environ["OMPI_COMM_WORLD_LOCAL_RANK"])],
         }
     if len(missing) < len(values):
-        wanted = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
-        raise DistributedError(f"to join other processes by hand, {wanted} must be given too, or none of them")
+        flags = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
+        raise DistributedError(f"to join other processes by hand, {flags} must be given too, or none of them")
     return None

@@ -124,8 +124,8 @@ class MeshLayout(Layout):
 
     def _fitting(self, axis: str, size: int) -> str:
         """What to write so that a logical axis of this size is divided."""
-        first, *others = self.names(axis)
-        if others:
+        first, *rest = self.names(axis)
+        if rest:
             return f"sizes of {' and '.join(self.names(axis))} whose product divides {size}"
         return f"mesh.{first} {max(n for n in range(1, self.ways(axis) + 1) if size % n == 0)}"
 

@@ -128,8 +128,8 @@ def candidate(config: Config, chip: Chip, devices: Any, slices: int) -> Candidat
     """
     program = assemble(config, devices)
     mesh = dataclasses.replace(config.mesh, **{axis: program.mesh.shape[axis] for axis in AXES})
-    made = dataclasses.replace(program.config, mesh=mesh)
-    return Candidate(made, estimate(program, chip, slices), sum(estimates.expected(program).values()))
+    config = dataclasses.replace(program.config, mesh=mesh)
+    return Candidate(config, estimate(program, chip, slices), sum(estimates.expected(program).values()))
 
 
 def _meshes(devices: int, slices: int, mesh: MeshConfig) -> Iterator[MeshConfig]:

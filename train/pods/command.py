@@ -153,8 +153,8 @@ def _tables(report: dict[str, Any], where: str) -> list[str]:
 
 def _loss(loss: dict[str, Any]) -> str:
     """How the loss is computed, and why where that was left to `auto`."""
-    kept = f", exponentials of {loss['kept']} kept" if loss["kind"] == "vocab" else ""
-    how = loss["kind"] + (f" in {loss['parts']} parts{kept}" if loss["parts"] > 1 else "")
+    exponentials = f", exponentials of {loss['kept']} kept" if loss["kind"] == "vocab" else ""
+    how = loss["kind"] + (f" in {loss['parts']} parts{exponentials}" if loss["parts"] > 1 else "")
     above = ", ".join(f"{kind} by {gib(size)}" for kind, size in loss["raises_peak_by"].items())
     return f"{how}; of what auto may be, {above} above the layers' peak" if len(loss["raises_peak_by"]) > 1 else how
 

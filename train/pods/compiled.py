@@ -225,19 +225,19 @@ def compile_for(config: Config, name: str, slices: int = 1) -> Compiled:
         module = hlo.parse(text := executable.as_text() or "")
         assigned = buffers.read(Path(folder), module)
     stats: Any = executable.memory_analysis()
-    taken = {
+    sizes = {
         "argument": stats.argument_size_in_bytes,
         "output": stats.output_size_in_bytes,
         "alias": stats.alias_size_in_bytes,
         "temporary": stats.temp_size_in_bytes,
         "code": stats.generated_code_size_in_bytes,
     }
-    need, live, state = sum(taken.values()) - 2 * taken["alias"], [], executable.input_shardings[0][0]
+    need, live, state = sum(sizes.values()) - 2 * sizes["alias"], [], executable.input_shardings[0][0]
     if assigned is not None:
         # The statistics count some buffers of loops twice; what is allocated is in the buffer assignment.
-        taken["temporary"], total, live = assigned
-        need = total + taken["code"]
-    return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, taken, live, state)
+        sizes["temporary"], total, live = assigned
+        need = total + sizes["code"]
+    return Compiled(program, chip, seconds, flops, need, chip.hbm_bytes, module, text, sizes, live, state)
 
 
 def _bandwidth(mesh: jax.sharding.Mesh, axes: tuple[str, ...], chip: Chip) -> float:

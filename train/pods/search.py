@@ -19,7 +19,7 @@ from mupax.train.pods.refusals import RefusedError
 ROOM = 0.75
 """Share of a chip's memory that may be expected to be taken: of lm-8b on v5e:8x8 the compiler took 1.1 to 1.4 times as much."""
 
-KEPT = 1000
+MOST_ROWS = 1000
 """Configurations of a record that were estimated alone, the best first: there are tens of thousands for hundreds of chips."""
 
 
@@ -110,7 +110,7 @@ FIGURES = (
 
 
 def record(tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float) -> list[dict[str, Any]]:
-    """A row of each candidate, those to be compiled first and in their order, then the `KEPT` best of the others.
+    """A row of each candidate, those to be compiled first and in their order, then the `MOST_ROWS` best of the others.
 
     Args:
         tried: all that were estimated.
@@ -118,7 +118,7 @@ def record(tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float)
         room: bytes of a chip that may be expected to be taken.
     """
     compiled = {id(one) for one in chosen}
-    others = sorted((one for one in tried if id(one) not in compiled), key=lambda one: (one.bytes > room, one.pace))
+    rest = sorted((one for one in tried if id(one) not in compiled), key=lambda one: (one.bytes > room, one.pace))
     return [
         {
             "flags": one.words,
@@ -127,7 +127,7 @@ def record(tried: Sequence[Candidate], chosen: Sequence[Candidate], room: float)
             "expected_to_fit": one.bytes <= room,
             "outcome": "estimated",
         }
-        for one in (*chosen, *others[:KEPT])
+        for one in (*chosen, *rest[:MOST_ROWS])
     ]
 
 
@@ -141,8 +141,8 @@ def different(ranked: list[Candidate], limit: int) -> list[Candidate]:
         limit: most that are returned.
     """
     best = ranked[0].kinds
-    others = (next((one for one in ranked if one.kinds[name] != best[name]), None) for name in best)
-    chosen = {id(one): one for one in (ranked[0], *others, *ranked) if one is not None}
+    variants = (next((one for one in ranked if one.kinds[name] != best[name]), None) for name in best)
+    chosen = {id(one): one for one in (ranked[0], *variants, *ranked) if one is not None}
     return list(chosen.values())[:limit]
 
 

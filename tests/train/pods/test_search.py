@@ -114,7 +114,7 @@ def test_a_candidate_that_the_compiler_refuses_does_not_end_the_search(
     assert last["rows"][2]["peak_bytes_per_device"] == 1
     assert all(row["expected_seconds"] > 0 and row["expected_bytes"] > 0 for row in last["rows"])
     assert 3 < len(last["rows"]) <= last["estimated"] + 1  # the run itself beside them
-    assert len(last["rows"]) <= search.KEPT + 3
+    assert len(last["rows"]) <= search.MOST_ROWS + 3
     assert (len(tried), len(reports)) == (3, 2)
     assert all(report["flags"].startswith("--mesh.data ") for report in reports)
     assert reports[0]["compiler_flags"] == {"xla_of_the_compiler": True}
