@@ -114,8 +114,8 @@ def theta(definition: Definition, before: Preset, after: Preset, optimizer: str 
     for name, factor in thetas.items():
         on_adam = family == "adam" or (family == "muon" and before.row(definition.specs[name]).muon is None)
         for column, power in {"lr": -2 if family == "sgd" else -1, "eps": int(on_adam)}.items():
-            wanted = getattr(one, column)[name] * factor**power
-            if abs(getattr(other, column)[name] / wanted - 1).max() > 1e-5:
+            target = getattr(one, column)[name] * factor**power
+            if abs(getattr(other, column)[name] / target - 1).max() > 1e-5:
                 raise PresetError(
                     f"{name}: {column} is not what the multiplier's change asks for, so {after.describe()} is another "
                     f"parameterization than {before.describe()}; convert only between forms of one preset"

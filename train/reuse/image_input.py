@@ -44,7 +44,7 @@ class ImageInput(NamedTuple):
             return "since the source has the same classes in another order"
         if sorted(map(str.casefold, names)) == sorted(map(str.casefold, classes)):
             ours, theirs = (
-                [name for name in some if name not in others] for some, others in ((classes, names), (names, classes))
+                [name for name in some if name not in other] for some, other in ((classes, names), (names, classes))
             )
             return f"since the source writes {_listed(theirs)} for {_listed(ours)}; folders of those names keep its readout"
         if strange := [name for name in classes if name not in names]:

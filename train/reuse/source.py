@@ -201,11 +201,11 @@ def _scales(preset: Any, files: Tensors) -> plain.Scales:
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:
     """Raises WeightsError where shapes are not a model's; `error` begins the message. Names may be of strangers."""
-    wanted = {name: leaf.shape for name, leaf in model.abstract.items()}
+    target = {name: leaf.shape for name, leaf in model.abstract.items()}
     differing = [
-        f"{ascii(name)[1:-1][:60]} is {shapes.get(name, 'missing')} and the model's {wanted.get(name, 'has none')}"
-        for name in sorted(wanted.keys() | shapes.keys())
-        if wanted.get(name) != shapes.get(name)
+        f"{ascii(name)[1:-1][:60]} is {shapes.get(name, 'missing')} and the model's {target.get(name, 'has none')}"
+        for name in sorted(target.keys() | shapes.keys())
+        if target.get(name) != shapes.get(name)
     ]
     if differing:
         raise WeightsError(f"{error}: {first_of(differing, '; ')}")

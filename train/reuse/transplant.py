@@ -59,7 +59,7 @@ class Move:
             old: the source's parameter.
             fresh: of the new shape; None where every entry comes from the source.
         """
-        moved = plain.times(self._taken(self.prepared(_float32(old)), self.along), self.scale)
+        moved = plain.times(self._entries(self.prepared(_float32(old)), self.along), self.scale)
         if self.apart is not None and fresh is not None:
             return np.where(self.transplanted(), moved, np.float32(0)) + _float32(fresh)
         return moved if fresh is None else np.where(self.transplanted(), moved, _float32(fresh))
@@ -76,11 +76,11 @@ class Move:
             power: of the gradients in it: 1 or, of squares, 2.
         """
         along = self.moments_along or self.along
-        taken = np.where(self.transplanted(along), self._taken(_float32(old), along), np.float32(0))
+        values = np.where(self.transplanted(along), self._entries(_float32(old), along), np.float32(0))
         # Gradients of copies add up to that of the original; of squares the sum stays too, as for independent ones.
-        return plain.times(taken / self.copies if self.copies > 1 else taken, self.scale**-power)
+        return plain.times(values / self.copies if self.copies > 1 else values, self.scale**-power)
 
-    def _taken(self, array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
+    def _entries(self, array: np.ndarray, along: tuple[Index, ...]) -> np.ndarray:
         """The entries along every axis; any, where there is none."""
         array = array.T if self.transposed else array
         array = array if self.inserted is None else np.expand_dims(array, self.inserted)

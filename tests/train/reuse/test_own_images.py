@@ -108,7 +108,7 @@ def test_answers_are_those_of_the_evaluation() -> None:
     )
     digits = cast("Any", load_digits())
     pixels = digits.images[:140, ..., None].astype(np.float32)
-    raw = source._seen([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0]
+    raw = source._batch([(x, 0) for x in pixels], range(140), source._eval_view, np.zeros((140, 5)))[0]
     logits = np.asarray(jax.jit(model)(images.normalized(raw, source.pixels, source.white)))
     exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     truth = -exact[np.arange(140), digits.target[:140]].mean()

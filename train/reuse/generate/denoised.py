@@ -68,8 +68,8 @@ def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
     mask = np.broadcast_to(np.arange(sizes["source"]) < len(prompt), inputs.shape)
     program = runs.on_one_device(config)
     params = run.params(program.abstract)
-    made = rewriter(program, ids, params, program.step_inputs(), sampling=sampling, beams=args.beams)
-    rows = made.write(inputs, mask, min(args.tokens, sizes["position"]), args.seed)
+    writer = rewriter(program, ids, params, program.step_inputs(), sampling=sampling, beams=args.beams)
+    rows = writer.write(inputs, mask, min(args.tokens, sizes["position"]), args.seed)
     for number, row in enumerate(rows, start=1):
         tokens = restored(prompt, row, ids) if noise.name == "sentinels" else row.tolist()
         if args.samples > 1:

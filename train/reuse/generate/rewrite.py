@@ -149,7 +149,7 @@ class Rewriter:
             if token is not None:
                 only_V = jnp.where(jnp.arange(chances_RV.shape[1]) == token, 0.0, -jnp.inf)
                 chances_RV = jnp.where(text.number == at, only_V, chances_RV)
-        parent_R, token_R, score_R = self._taken(text, chances_RV, jax.random.fold_in(key, text.number))
+        parent_R, token_R, score_R = self._choice(text, chances_RV, jax.random.fold_in(key, text.number))
         out, done, count = text.out[parent_R], text.done[parent_R], text.count[parent_R]
         token_R = jnp.where(done, self._end, token_R)
         out = jax.lax.dynamic_update_slice(out, token_R[:, None], (0, text.number))
@@ -158,7 +158,7 @@ class Rewriter:
         ended = done | (token_R == self._end)
         return _Text(text.number + 1, tuple(read), out, ended, score_R, count + ~done, finite)
 
-    def _taken(self, text: _Text, chances_RV: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _choice(self, text: _Text, chances_RV: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The text that each row goes on with, the token, and the score with it, all [R]."""
         rows, vocab = chances_RV.shape
         if self._beams == 1:

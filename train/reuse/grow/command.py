@@ -157,11 +157,11 @@ def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarra
     factors = program.inputs.factors
 
     @jax.jit
-    def run(params: Any, inputs: Any, others: Any) -> Any:
-        return exact.model(params, factors.multiplier, factors.forward)(inputs, **others)
+    def run(params: Any, inputs: Any, context: Any) -> Any:
+        return exact.model(params, factors.multiplier, factors.forward)(inputs, **context)
 
-    others = {name: array for name, array in batch.items() if name != "inputs"}
-    return np.asarray(run(params, batch["inputs"], others))
+    context = {name: array for name, array in batch.items() if name != "inputs"}
+    return np.asarray(run(params, batch["inputs"], context))
 
 
 def _read(value: str) -> Any:

@@ -140,7 +140,7 @@ class Texts:
     def _scored(self, windows: Sequence[Window]) -> list[Likelihood]:
         """In the order of the windows, read in that of their lengths, so that few tokens are padding."""
         order = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
-        made: dict[int, Likelihood] = {}
+        likelihoods: dict[int, Likelihood] = {}
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
             tokens_BT = np.zeros((BATCH, len(windows[batch[0]].tokens)), np.int32)
@@ -152,5 +152,5 @@ class Texts:
                 places = slice(stop - windows[i].scored, stop)
                 likeliest = scores.ids_BTK[row, places, 0] == tokens_BT[row, 1:][places]
                 logprob = float(np.sum(scores.chosen_BT[row, places], dtype=np.float64))
-                made[i] = Likelihood(logprob, bool(likeliest.all()))
-        return [made[i] for i in range(len(windows))]
+                likelihoods[i] = Likelihood(logprob, bool(likeliest.all()))
+        return [likelihoods[i] for i in range(len(windows))]

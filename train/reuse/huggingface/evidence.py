@@ -63,12 +63,12 @@ def measured(row: Mapping[str, Any], averaged: bool, kind: str) -> str:
     text = f"Evaluation loss {loss:.4f} nats {what}"
     if accuracy is not None:
         text += f", accuracy {100 * accuracy:.2f} %{' of next tokens' if kind == 'tokens' else ''}"
-    others = (
+    caution = (
         ""
         if averaged or row.get("eval_weights") != "ema"
         else " Measured on the moving average of the weights, which these are not."
     )
-    return f"{text}, on the run's own evaluation examples.{others}"
+    return f"{text}, on the run's own evaluation examples.{caution}"
 
 
 def study(config: Config) -> tuned.Tuned | None:
@@ -81,40 +81,40 @@ def study(config: Config) -> tuned.Tuned | None:
         if use.partition(":")[0] != config.preset.name:
             continue
         try:
-            given, _, found = applied(config, ["--preset", use], str(config.steps))
+            reference, _, preset = applied(config, ["--preset", use], str(config.steps))
         except PresetError:  # a file of the user's that is none
             continue
-        if found is None:
+        if preset is None:
             continue
         same = dataclasses.replace(
-            given.preset,
+            reference.preset,
             joint=config.preset.joint,
             noise_scale=config.preset.noise_scale,
             zero_readout=config.preset.zero_readout,
         )
-        numbers = (name for name in found.optimizer if name not in _STARTS)
+        numbers = (name for name in preset.optimizer if name not in _STARTS)
         if same == config.preset and all(
-            getattr(given.optimizer, name) == getattr(config.optimizer, name) for name in numbers
+            getattr(reference.optimizer, name) == getattr(config.optimizer, name) for name in numbers
         ):
-            return found
+            return preset
     return None
 
 
-def of_study(found: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
+def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
     """Lines about a tuned preset's study: what it found, on what, and how far from there a model is.
 
     Args:
-        found: the tuned preset.
+        preset: the tuned preset.
         sizes: of the model, by axis.
     """
-    of, optimum = found.provenance, found.provenance["log2_optimum"]
+    of, optimum = preset.provenance, preset.provenance["log2_optimum"]
     kind, colon, path = of["data"].partition(":")
     data = f"{kind}:{path.rstrip('/').rpartition('/')[2]}" if colon else kind
     seeds = "one seed" if of["seeds"] == 1 else f"{of['seeds']} paired seeds"
     grown = [f"{g['axis']} {', '.join(map(str, g['sizes']))}: {tuned.verdict(g)}" for g in of["transfer"]]
-    far = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in found.distance(sizes).items())
+    far = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in preset.distance(sizes).items())
     return [
-        f"- evidence: {found.evidence}",
+        f"- evidence: {preset.evidence}",
         f"- best rate at the base: 2^{optimum['value']:.2f} {tuned.bounds(optimum)}, from {seeds}",
         *[f"- grown in {line}" for line in grown or ["nothing: one size"]],
         f"- study: {of['recipe']} on {data}, {of['steps']:,} steps of {of['batch']}, {of['seen']:,} {of['unit']}s a run, {of['date']}",

@@ -6,7 +6,7 @@ import difflib
 
 from mupax.errors import MupaxError
 
-_KNOWN = (
+_TABLE = (
     "afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
     "bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0 "
     "cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 "
@@ -16,7 +16,7 @@ _KNOWN = (
     "lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openmdw-1.0 "
     "openrail openrail++ osl-3.0 pddl postgresql unlicense wtfpl zlib"
 )
-IDENTIFIERS = tuple(_KNOWN.split())
+IDENTIFIERS = tuple(_TABLE.split())
 """Of huggingface.co/docs/hub/repositories-licenses, without `other` and `unknown`, which say nothing."""
 _SPDX_ENDINGS = ("-only", "-or-later")
 _SHOWN = 3

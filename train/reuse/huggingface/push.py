@@ -98,11 +98,11 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         yield folder, [name for name in names if not name.startswith(".")]
         return
     with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
-        made = Path(out)
+        target = Path(out)
         licence, name = args.licence and licences.identifier(args.licence), args.to.partition("/")[2]
-        for note in exported(args.path, made, args.step, args.dtype, args.tokenizer, name=name, licence=licence)[1]:
+        for note in exported(args.path, target, args.step, args.dtype, args.tokenizer, name=name, licence=licence)[1]:
             terminal.say(note)
-        yield made, sorted(each.name for each in made.iterdir())
+        yield target, sorted(each.name for each in target.iterdir())
 
 
 def _check_name(to: str) -> None:
@@ -160,11 +160,11 @@ def _answered(to: str) -> Iterator[None]:
     try:
         yield
     except errors.HfHubHTTPError as error:
-        code, said = error.response.status_code, error.server_message or str(error).strip().partition("\n")[0]
+        code, message = error.response.status_code, error.server_message or str(error).strip().partition("\n")[0]
         if code in (401, 403, 404):
             raise PushError(
-                f"{to}: Hugging Face refused it ({code}: {said}); the token must be one that may write there"
+                f"{to}: Hugging Face refused it ({code}: {message}); the token must be one that may write there"
             ) from error
-        raise MupaxFailure(f"{to}: Hugging Face answered {code}: {said}") from error
+        raise MupaxFailure(f"{to}: Hugging Face answered {code}: {message}") from error
     except unanswered as error:
         raise MupaxFailure(f"{to}: Hugging Face does not answer ({error}); nothing more was sent") from error

@@ -94,8 +94,8 @@ def table(classes: Sequence[dict[str, Any]], most: int = 20) -> list[Sequence[st
         rows = sorted(rows, key=lambda row: row["recall"])[:most]
     lines: list[Sequence[str]] = [("class", "taken for", "examples", "recall", "precision")]
     for row in rows:
-        taken = printable(row["taken_for"] or "")
+        prediction = printable(row["taken_for"] or "")
         lines.append(
-            (printable(row["class"]), taken, f"{row['examples']:,}", share(row["recall"]), share(row["precision"]))
+            (printable(row["class"]), prediction, f"{row['examples']:,}", share(row["recall"]), share(row["precision"]))
         )
     return lines

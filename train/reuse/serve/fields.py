@@ -33,7 +33,7 @@ _SAMPLED = {
     "stream_options",
     "ignore_eos",
 }
-KNOWN = {
+FIELDS = {
     False: {*_SAMPLED, "prompt", "echo", "logprobs"},
     True: {*_SAMPLED, "messages", "max_completion_tokens", "logprobs", "top_logprobs"},
 }
@@ -122,21 +122,21 @@ def request(body: bytes, *, is_chat: bool) -> Request:
         raise ApiError(400, f"n {n} times {len(prompts)} prompts is more than {MOST_TEXTS} texts; ask in parts", "n")
     if is_chat:
         top = read.whole("top_logprobs", 0, 0, MOST_LIKELY)
-        asked, logprobs = "max_completion_tokens", top if read.switch("logprobs") else None
+        length_field, logprobs = "max_completion_tokens", top if read.switch("logprobs") else None
         if top and logprobs is None:
             raise ApiError(400, "top_logprobs needs logprobs true", "top_logprobs")
     else:
-        asked, logprobs = "max_tokens", read.whole("logprobs", None, 0, MOST_LIKELY)
+        length_field, logprobs = "max_tokens", read.whole("logprobs", None, 0, MOST_LIKELY)
     if logprobs is not None and stream:
         raise ApiError(400, "logprobs are not streamed; leave out stream or logprobs", "logprobs")
-    asked = asked if asked in fields else "max_tokens"
+    length_field = length_field if length_field in fields else "max_tokens"
     echo = read.switch("echo")
     return Request(
         chat=is_chat,
         prompts=prompts,
         messages=messages,
         model=read.text("model"),
-        max_tokens=read.whole(asked, None if is_chat else 16, 0 if echo else 1, LONGEST),
+        max_tokens=read.whole(length_field, None if is_chat else 16, 0 if echo else 1, LONGEST),
         sampling=Sampling(read.number("temperature", 1.0, 0, 100), None, read.number("top_p", 1.0, 0, 1) or 1e-9),
         n=n,
         stops=_stops(fields),
@@ -182,14 +182,14 @@ class _Reader:
 
 def _refuse_others(fields: Mapping[str, Any], is_chat: bool) -> None:
     for name, value in fields.items():
-        if name in KNOWN[is_chat] or name in IGNORED:
+        if name in FIELDS[is_chat] or name in IGNORED:
             continue
         if name in NEUTRAL:
             if value in NEUTRAL[name]:
                 continue
             raise ApiError(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
         raise ApiError(
-            400, f"unrecognized field: {name[:60]!r}; there are {', '.join(sorted(KNOWN[is_chat]))}", name[:60]
+            400, f"unrecognized field: {name[:60]!r}; there are {', '.join(sorted(FIELDS[is_chat]))}", name[:60]
         )
 
 

@@ -189,7 +189,7 @@ class Service:
     def _job(self, ids: np.ndarray, length: int, seed: int, request: Request) -> Job:
         # To a power of two of texts: what is drawn of one does not depend on how many there are.
         samples = 1 << (request.n - 1).bit_length()
-        return Job(lambda made: made.stream(ids, length, seed, sampling=request.sampling, samples=samples))
+        return Job(lambda generator: generator.stream(ids, length, seed, sampling=request.sampling, samples=samples))
 
     def _chat_text(self, request: Request) -> str:
         if self.template is None:
@@ -250,7 +250,7 @@ class Service:
             row[: ids.size] = ids
         top = min(MOST_LIKELY, self._run.config.model.sizes()["vocab"])
         try:
-            job = self._worker.submit(Job(lambda made: iter([made.logprobs(tokens, top)])))
+            job = self._worker.submit(Job(lambda generator: iter([generator.logprobs(tokens, top)])))
         except BusyError:
             raise ApiError(503, "too many requests wait; ask again later") from None
         (scores,) = job.parts()

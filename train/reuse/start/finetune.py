@@ -77,7 +77,7 @@ def command(argv: Sequence[str]) -> cli.Command:
     source = located(hub.local(args.source, args.revision))
     origin = outline(source)
     kind.check_source(family, origin.model, source)
-    asked = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
+    has_tokenizer = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
     if not isinstance(origin.model, TransformerConfig):
         if args.lora.rank is not None:
             raise command_line.UsageError(
@@ -88,16 +88,16 @@ def command(argv: Sequence[str]) -> cli.Command:
     if isinstance(origin.model, ImageModel):
         start, what = _images(args.folder, source, origin, origin.model)
     else:
-        start, what = _text(args.folder, source, origin, asked)
-    made = cli.parse(NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"])
-    tokens = "conversations in tokens" if made.config.data.name.startswith("chat:") else "tokens"
-    what = what or f"{tokens} of {made.config.data.tokenizer}"
-    peak = made.config.optimizer.peak_lr
+        start, what = _text(args.folder, source, origin, has_tokenizer)
+    run = cli.parse(NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"])
+    tokens = "conversations in tokens" if run.config.data.name.startswith("chat:") else "tokens"
+    what = what or f"{tokens} of {run.config.data.tokenizer}"
+    peak = run.config.optimizer.peak_lr
     times = "" if args.lora.rank is None else f"that of adapters, {ADAPTERS_TIMES:g} times "
     rate = f"{times}{rate_rule(origin)[1]}" if peak == start.optimizer.peak_lr else "as asked"
     what = what if args.lora.rank is None else f"adapters of rank {args.lora.rank}; {what}"
-    terminal.note(f"finetune: {what}; rate {peak:.3g}, {rate}; {made.config.steps} steps")
-    return made
+    terminal.note(f"finetune: {what}; rate {peak:.3g}, {rate}; {run.config.steps} steps")
+    return run
 
 
 def rate_rule(origin: Outline) -> tuple[OptimizerConfig, str]:
@@ -154,8 +154,8 @@ def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> t
     return _config(folder, source, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 
-def _text(folder: Path, source: Path, origin: Outline, asked: bool) -> tuple[Config, str]:
-    if folder.is_dir() and not asked:
+def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> tuple[Config, str]:
+    if folder.is_dir() and not has_tokenizer:
         from mupax.train.data.sources.folders import SUFFIXES
 
         names = [path.suffix.lower() for path in folder.rglob("*") if path.is_file()]
@@ -171,7 +171,7 @@ def _text(folder: Path, source: Path, origin: Outline, asked: bool) -> tuple[Con
         )
     text_fields = ("separator", "field", "noise", "noise_rate", "noise_span")
     fields = {name: getattr(before, name) for name in text_fields} if before else {}
-    tokenizer = "bytes" if asked else _tokenizer(source, origin)
+    tokenizer = "bytes" if has_tokenizer else _tokenizer(source, origin)
     chat = not (before and before.noise) and in_folder(folder)
     if chat and before is not None:
         fields["chat_template"] = before.chat_template

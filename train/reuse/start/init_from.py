@@ -49,15 +49,15 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         held: whether it holds a run to go on with.
         processes: of the run; the first looks the source up for all.
     """
-    asked = config.init
+    start = config.init
     if held:
         recorded = read_record(folder)["config"].get("init")
         init = from_json({**to_json(config), "init": recorded}).init if recorded else InitConfig()
         return dataclasses.replace(config, init=init)
-    if asked.init_from is None:
+    if start.init_from is None:
         return config
-    path = processes.broadcast("init_from", lambda: str(pretrained.located(path_of(asked.init_from or ""))))
-    return dataclasses.replace(config, init=dataclasses.replace(asked, init_from=path))
+    path = processes.broadcast("init_from", lambda: str(pretrained.located(path_of(start.init_from or ""))))
+    return dataclasses.replace(config, init=dataclasses.replace(start, init_from=path))
 
 
 def prepare(program: Program) -> Start:
@@ -68,26 +68,26 @@ def prepare(program: Program) -> Start:
         WeightsError, JsonError, TensorFileError, ConfigError: nothing of this kind there, or files that are not whole.
     """
     config = program.config
-    asked = config.init
-    assert asked.init_from is not None
+    init = config.init
+    assert init.init_from is not None
     try:
-        source = pretrained.read(path_of(asked.init_from), part="ema" if asked.init_ema else "params")
+        source = pretrained.read(path_of(init.init_from), part="ema" if init.init_ema else "params")
         there = Side(source.model, definition(source.model), source.scales, source.logits)
-        planned = plan(there, Side.of(program), asked)
+        planned = plan(there, Side.of(program), init)
     except (InitError, plain.AbsorbError) as error:
-        raise InitError(f"--init-from {asked.init_from}: {error}") from error
+        raise InitError(f"--init-from {init.init_from}: {error}") from error
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
     params = transplant.parameters(planned.moves, source.stored, fresh)
     moments, notes = None, [*source.notes, *_notes(source, config)]
-    if asked.init_optimizer:
+    if init.init_optimizer:
         if source.run is None:
-            raise InitError(f"--init-optimizer: {asked.init_from} holds no optimizer state, only weights; leave it out")
+            raise InitError(f"--init-optimizer: {init.init_from} holds no optimizer state, only weights; leave it out")
         if source.run[0].model != source.model:
             raise InitError(
-                f"--init-optimizer: {asked.init_from} trained low-rank adapters, which are merged into their matrices here; "
+                f"--init-optimizer: {init.init_from} trained low-rank adapters, which are merged into their matrices here; "
                 "their moments are of no parameter of this run. Leave it out, or go on with that run by --resume"
             )
-        old = runs.whole_state(path_of(asked.init_from), runs.on_one_device(source.run[0])).opt_state
+        old = runs.whole_state(path_of(init.init_from), runs.on_one_device(source.run[0])).opt_state
         moments = transplant.optimizer_state(planned.moves, old, program.abstract.opt_state, config.optimizer.name)
         notes += transplant.overshoot_notes(config.scaled_optimizer) if planned.fresh() else []
     return Start(params, moments, planned.rows, notes)

@@ -89,24 +89,24 @@ class Plan:
         return {row.name for row in self.rows if row.here is not None} - moved
 
 
-def plan(there: Side, here: Side, asked: InitConfig) -> Plan:
+def plan(there: Side, here: Side, init: InitConfig) -> Plan:
     """How a run starts from a source.
 
     Args:
         there: the source.
         here: the run.
-        asked: what may be new, resized, dropped, or differ.
+        init: what may be new, resized, dropped, or differ.
 
     Raises:
         InitError: the two differ in something that was not named; the text has the flags that name it.
         ConfigError: a pattern that means no parameter.
     """
-    _check_models(there.model, here.model, asked.init_change)
+    _check_models(there.model, here.model, init.init_change)
     check_unmovable(there, here)
     specs, before = here.definition.specs, there.definition
-    new = chosen(asked.init_new, specs, "--init-new")
-    resize = chosen(asked.init_resize, specs, "--init-resize")
-    drop = chosen(asked.init_drop, before.specs, "--init-drop")
+    new = chosen(init.init_new, specs, "--init-new")
+    resize = chosen(init.init_resize, specs, "--init-resize")
+    drop = chosen(init.init_drop, before.specs, "--init-drop")
     moves: dict[str, Move] = {}
     rows: list[Row] = []
     refused: list[tuple[str, str, str]] = []
