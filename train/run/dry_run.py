@@ -91,13 +91,13 @@ def _costs(program: Program) -> str:
     absent = program.mesh.size - jax.device_count()
     if absent > 0:
         rows["mesh"] += f"; {absent} of them are not here, where a run would be refused"
-    if taken := fit.needs(program):
-        how = "compiled for this mesh" if taken.compiled else "estimated from the step of one"
-        rows["step needs"] = f"{terminal.gib(taken.temporary)} for activations and gradients, {how}"
-        rows["peak per device"] = f"about {terminal.gib(taken.peak)}"
+    if usage := fit.needs(program):
+        how = "compiled for this mesh" if usage.compiled else "estimated from the step of one"
+        rows["step needs"] = f"{terminal.gib(usage.temporary)} for activations and gradients, {how}"
+        rows["peak per device"] = f"about {terminal.gib(usage.peak)}"
         limit = fit.room(program.mesh.devices.flat[0])
         if limit:
-            problem = fit.verdict(program, taken, limit)
+            problem = fit.verdict(program, usage, limit)
             rows["does not fit" if problem else "fits"] = problem or f"{terminal.gib(limit)} a device"
     rows |= save_time.rows(config.workdir or f"runs/{config.recipe}", program.abstract)
     return f"cost\n{terminal.table([*rows.items()], indent=1)}"

@@ -163,23 +163,23 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
             named, folders.split(path_of(config.data.name.removeprefix("images:")))[2], saved, config.data.name
         )
     data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
-    known, here = saved.facts.get("tokenizer"), data.facts.get("tokenizer")
-    if known is not None and known != here:
+    tokenizer, here = saved.facts.get("tokenizer"), data.facts.get("tokenizer")
+    if tokenizer is not None and tokenizer != here:
         raise DataError(
-            f"the model was trained on tokens of {known}, and {config.data.name} is cut into those of {here}; "
+            f"the model was trained on tokens of {tokenizer}, and {config.data.name} is cut into those of {here}; "
             "give --data.tokenizer the run's own, as bytes or the path of its tokenizer.json"
         )
     if named:
         check_classes(named, data.class_names, saved, config.data.name)
     sets = {name: named_sets.load(name, config, data, note=console.print) for name in config.data.evaluation_sets}
     params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
-    seen, began = None, time.monotonic()
+    outcomes, began = None, time.monotonic()
     if data.kind == "images":
         from mupax.train.reuse.predict.scores import Outcomes
 
-        seen = Outcomes(functools.partial(program.compile_logits(), params, inputs))
+        outcomes = Outcomes(functools.partial(program.compile_logits(), params, inputs))
     measure = functools.partial(evaluate, eval_fn, params, inputs, feed=program.eval_feed())
-    numbers = _numbers(data, measure(data, seen=seen))
+    numbers = _numbers(data, measure(data, observer=outcomes))
     further = {
         name: {"data": each.facts["name"], "digest": each.facts.get("digest"), **_numbers(each, measure(each))}
         for name, each in sets.items()
@@ -192,7 +192,7 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
         "digest": data.facts.get("digest"),
         "data_of_the_run": data.facts.get("digest") == saved.facts.get("digest"),
         **numbers,
-        **(seen.scores(data.class_names) if seen else {}),
+        **(outcomes.scores(data.class_names) if outcomes else {}),
         **({"sets": further} if further else {}),
         "seconds": time.monotonic() - began,
     }
@@ -212,11 +212,11 @@ def _numbers(data: Any, scores: Any) -> dict[str, Any]:
     }
 
 
-def check_classes(known: Sequence[str], here: Sequence[str] | None, saved: Any, name: str) -> None:
+def check_classes(classes: Sequence[str], here: Sequence[str] | None, saved: Any, name: str) -> None:
     """Refuse data whose classes are not those of the run: label 3 would mean something else.
 
     Args:
-        known: the run's, in order.
+        classes: the run's, in order.
         here: the data's.
         saved: the run.
         name: of the data.
@@ -227,9 +227,9 @@ def check_classes(known: Sequence[str], here: Sequence[str] | None, saved: Any, 
     from mupax.train.data import DataError
     from mupax.train.reuse.image_input import printable
 
-    if list(known) == list(here or ()):
+    if list(classes) == list(here or ()):
         return
-    there, other = (printable(", ".join(names[:8]) + (" …" if len(names) > 8 else "")) for names in (known, here or ()))
+    there, other = (printable(", ".join(each[:8]) + (" …" if len(each) > 8 else "")) for each in (classes, here or ()))
     raise DataError(
         f"the classes of the run in {saved.workdir} are {there}, and those of {name} {other}; give it folders of the same names, or "
         f"fine-tune on them: `python -m train finetune {name.removeprefix('images:')} --from {saved.workdir}`"

@@ -40,7 +40,7 @@ def evaluate(
     data: Data,
     feed: Feed,
     dispatching: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
-    seen: Callable[[Batch], None] | None = None,
+    observer: Callable[[Batch], None] | None = None,
 ) -> Scores:
     """Scores over all evaluation examples; every process of a run calls this alike.
 
@@ -51,15 +51,15 @@ def evaluate(
         data: whose evaluation examples.
         feed: puts them on the mesh.
         dispatching: entered around every program; what it raises ends the evaluation.
-        seen: given every batch, on the mesh.
+        observer: given every batch, on the mesh.
     """
     total: Sums | None = None
     with Prefetch(data.eval_batches(*feed.rows), feed.put) as batches:
         for batch in batches:
             with dispatching():
                 sums = eval_fn(params, inputs, batch)
-            if seen is not None:
-                seen(batch)
+            if observer is not None:
+                observer(batch)
             total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
     assert total is not None, "data without evaluation examples"
     loss, correct, weight = (float(x) for x in jax.device_get((total.loss, total.correct, total.weight)))

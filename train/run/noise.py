@@ -68,8 +68,8 @@ def noise_scale(products: np.ndarray, batch: int) -> Scale:
     from scipy.special import stdtrit
 
     many = len(products)
-    kept = ~np.eye(many, dtype=bool)  # row i leaves gradient i out
-    shares = np.array([_share(products), *(_share(products[np.ix_(keep, keep)]) for keep in kept)])
+    masks = ~np.eye(many, dtype=bool)  # row i leaves gradient i out
+    shares = np.array([_share(products), *(_share(products[np.ix_(keep, keep)]) for keep in masks)])
     # Jackknife of |G|^2 / E|g|^2, which is linear enough; the noise scale is not where it is large.
     error = math.sqrt((many - 1) / many * np.sum((shares[1:] - shares[1:].mean()) ** 2)) * float(
         stdtrit(many - 1, 0.975)

@@ -90,13 +90,13 @@ def announce(config: Config, runtime: Runtime, step: int, sets: Mapping[str, Map
     """
     console = runtime.console
     recorded = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder))
-    before, known = recorded["config"], (recorded.get("data") or {}).get("sets") or {}
+    before, recorded_sets = recorded["config"], (recorded.get("data") or {}).get("sets") or {}
 
     def warn(line: str) -> None:
         console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
-    for name in sorted(sets.keys() & known):
-        if known[name].get("digest") != sets[name].get("digest"):
+    for name in sorted(sets.keys() & recorded_sets):
+        if recorded_sets[name].get("digest") != sets[name].get("digest"):
             warn(f"caution: the evaluation set {name} holds other data than before: its numbers do not compare")
     if step:
         check(before, config, step)

@@ -141,8 +141,8 @@ def runtime(config: Config) -> Iterator[Runtime]:
         AgreementError, DistributedError: of processes that differ. WorkdirError: a folder that cannot be used.
         SystemExit: a signal came with nothing to save.
     """
-    others = place(config.distributed)
-    with lasting(), StopRequest() as stop, _joined(others, config) as processes:
+    address = place(config.distributed)
+    with lasting(), StopRequest() as stop, _joined(address, config) as processes:
         stop.join(processes)
         if processes.count > 1:
             from mupax.train.data import cache
@@ -176,9 +176,9 @@ def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextMana
     return spool.Spool(folder)
 
 
-def _joined(others: dict[str, Any] | None, config: Config) -> contextlib.AbstractContextManager[Processes]:
-    if others is None:
+def _joined(address: dict[str, Any] | None, config: Config) -> contextlib.AbstractContextManager[Processes]:
+    if address is None:
         return contextlib.nullcontext(Processes())
     from mupax.train.parallel import distributed
 
-    return distributed.joined(others, config.distributed)
+    return distributed.joined(address, config.distributed)

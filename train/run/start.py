@@ -184,9 +184,9 @@ def starting_position(
         InitError, ResumeError, WorkdirError: what does not fit; nothing was written, and checkpoints are as they were.
     """
     config, console = program.config, runtime.console
-    wanted, metric = config.resume_from, config.checkpoint.best_metric
+    choice, metric = config.resume_from, config.checkpoint.best_metric
     at: int | None = runtime.processes.broadcast(
-        "resume from", lambda: None if wanted is None else selection.step_of(runtime.folder, wanted, metric)
+        "resume from", lambda: None if choice is None else selection.step_of(runtime.folder, choice, metric)
     )
     if checkpoints.latest_of_all() is None:
         make_state = _prepared(program)  # what does not fit is refused before anything is written

@@ -27,11 +27,11 @@ def smoothed(values: np.ndarray) -> np.ndarray:
     index = np.arange(len(values))
     half = np.minimum(index // 10, len(values) // 50)
     start, stop = index - half, np.minimum(index + half + 1, len(values))
-    known = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
     means = (sums[stop] - sums[start]) / np.maximum(counts[stop] - counts[start], 1)
-    return np.where(known, means, math.nan)
+    return np.where(finite, means, math.nan)
 
 
 def style(axes: Axes, first: int, last: int) -> None:

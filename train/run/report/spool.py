@@ -80,8 +80,8 @@ class Spool:
                 return  # whoever stops the process at once does not wait
             self.send_later().join(_PATIENCE_S)
             if not self._sent_all:
-                kept = tempfile.mkdtemp(prefix="mupax-unsent-")
-                paths.copy(self.folder, Path(kept))
-                raise MupaxFailure(f"cannot upload all rows to {self.target}; they are in {kept}") from error
+                folder = tempfile.mkdtemp(prefix="mupax-unsent-")
+                paths.copy(self.folder, Path(folder))
+                raise MupaxFailure(f"cannot upload all rows to {self.target}; they are in {folder}") from error
         finally:
             self._temporary.cleanup()

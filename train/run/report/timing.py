@@ -171,12 +171,12 @@ class Profile:
 
     def step(self, number: int) -> AbstractContextManager[object]:
         """To be entered around the dispatch of a step: the trace begins before its first one and ends after its last."""
-        wanted = number in self._steps
-        if wanted != self._tracing:
+        active = number in self._steps
+        if active != self._tracing:
             with self._paused():
-                jax.profiler.start_trace(self._folder) if wanted else self.close()
-            self._tracing = wanted
-        return jax.profiler.StepTraceAnnotation("train", step_num=number) if wanted else contextlib.nullcontext()
+                jax.profiler.start_trace(self._folder) if active else self.close()
+            self._tracing = active
+        return jax.profiler.StepTraceAnnotation("train", step_num=number) if active else contextlib.nullcontext()
 
     def close(self) -> None:
         """End the trace, if one is going on."""

@@ -89,7 +89,7 @@ class Attempt:
         progress = {name: value for name, value in self.reached._asdict().items() if value >= 0 and name != "processes"}
         row = {"attempt": self.number, "began": began, "ended": ended, "code": self.code, "ending": self.ending}
         line = json.dumps({**row, **progress, "host": socket.gethostname(), "last": self.last}) + "\n"
-        with _said():
+        with _cautions():
             folder = _folder(config)
             path = folder / (FILE if self.reached.process < 1 else f"attempts-{self.reached.process}.jsonl")
             if not folder.is_dir():
@@ -109,7 +109,7 @@ def ended_since(config: Config, began: float) -> int:
         began: seconds since the epoch.
     """
     count = 0
-    with _said():
+    with _cautions():
         for path in _folder(config).glob("attempts*.jsonl"):
             with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):  # half a row
                 count += json.loads(path.read_text().splitlines()[-1])["ended"] >= _time(began)
@@ -125,7 +125,7 @@ def _folder(config: Config) -> Path:
 
 
 @contextlib.contextmanager
-def _said() -> Iterator[None]:
+def _cautions() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any storage

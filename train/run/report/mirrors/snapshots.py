@@ -70,7 +70,7 @@ class Snapshots:
         if self._before is not None:
             with dispatching():
                 spread = self._spread(state.params, self._before)
-            histograms = {tag: made for tag, numbers in jax.device_get(spread).items() if (made := _made(numbers))}
+            histograms = {tag: h for tag, numbers in jax.device_get(spread).items() if (h := _histogram(numbers))}
             with dispatching():
                 self.begin(state.params)
         return Media(images, texts, histograms)
@@ -123,7 +123,7 @@ def _numbers(x: jax.Array) -> dict[str, jax.Array]:
     return {"low": low, "high": high, "below": below, **sums}
 
 
-def _made(numbers: dict[str, np.ndarray]) -> Histogram | None:
+def _histogram(numbers: dict[str, np.ndarray]) -> Histogram | None:
     """None of an array without a finite number."""
     low, high = float(numbers["low"]), float(numbers["high"])
     if not (math.isfinite(low) and math.isfinite(high)):

@@ -65,10 +65,10 @@ class TensorBoard:
             width = (each.high - each.low or 1e-6) / len(each.counts)
             limits = [each.low + width * (part + 1) for part in range(len(each.counts))]
             count = int(each.counts.sum())
-            made = self._summary.histogram_raw(
+            event = self._summary.histogram_raw(
                 tag, each.low, each.high, count, each.total, each.squares, limits, each.counts.tolist()
             )
-            self._add(step, walltime, made)
+            self._add(step, walltime, event)
         self._writer.flush()
 
     def _add(self, step: int, walltime: float, summary: Any) -> None:
