@@ -137,21 +137,21 @@ def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
     def feature_rms(s: Speeds) -> str:
         return f"{min(s.feature_rms):.3g} to {max(s.feature_rms):.3g}"
 
-    wanted = [["", "wanted", "before", "after"]]
+    goals = [["", "wanted", "before", "after"]]
     for name, target, value in (
         ("signal propagation (feature rms)", "about 1", feature_rms),
         ("feature learning (speed rms, last)", "1", lambda s: f"{s.speed_rms[-1]:.3g}"),
         ("loss decay (nats)", "1", lambda s: f"{s.loss_decay:.3g}"),
         ("balance (largest part / smallest)", "1", lambda s: f"{max(s.contribution) / min(s.contribution):.3g}"),
     ):
-        wanted.append([name, target, value(before), value(after)])
+        goals.append([name, target, value(before), value(after)])
     rates = [["group", "multiplier", "rate, first layer", "rate, last layer"]]
     for group, scales in sorted(table.scales.items()):
         multiplier, lr = np.atleast_1d(scales.multiplier), np.atleast_1d(scales.lr)
         rates.append([group, f"{multiplier[0]:.3g}", f"{lr[0]:.3g}", f"{lr[-1]:.3g}"])
     for title, rows, left in (
         (f"layers, before ({reference}) | after", layers, ("layer",)),
-        ("desiderata, at peak_lr 1", wanted, wanted[0]),
+        ("desiderata, at peak_lr 1", goals, goals[0]),
         (f"derived rates, {table.optimizer}", rates, ("group",)),
     ):
         print(title, terminal.table(rows, left=left, indent=1), sep="\n")

@@ -85,9 +85,9 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
     if model.denoises:
         shapes = {name: (_EXAMPLES, *of.shape) for name, of in model.example().items()}
-        made = {name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()}
-        seen = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
-        return made | {"input_mask": seen.astype(np.int32), "weights": np.ones(shapes["weights"], np.float32)}
+        fields = {name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()}
+        mask = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
+        return fields | {"input_mask": mask.astype(np.int32), "weights": np.ones(shapes["weights"], np.float32)}
     if model.task == "images":
         shape = (2 * _EXAMPLES, *example)
         targets = rng.integers(0, outputs, shape[0]).astype(np.int32)
@@ -143,8 +143,8 @@ class Series:
         """
         hyper = optimizer.hyper(self.config, self.steps + 1)
         recorded: list[dict[str, np.ndarray]] = []
-        for size, (program, (found, stds)) in enumerate(zip(self._programs, self.numbers(preset), strict=True)):
-            numbers = StepInputs(found, hyper), stds, dict(batch)
+        for size, (program, (size_factors, stds)) in enumerate(zip(self._programs, self.numbers(preset), strict=True)):
+            numbers = StepInputs(size_factors, hyper), stds, dict(batch)
             # Equal numbers are equal trainings: of presets that are one rule along an axis, of all at the base.
             trained = self._recorded.setdefault((size, self.steps, digest(numbers)), [])
             for seed in range(len(trained), seeds):

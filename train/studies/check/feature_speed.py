@@ -164,7 +164,7 @@ def of_model(
         own_block = one(bound(own, index).block)
         return (own_block.at(index) if getattr(own_block, "period", 1) > 1 else own_block)(h_BTD)
 
-    def both(own: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def embeddings(own: Arrays, batch: Batch) -> tuple[jax.Array, jax.Array]:
         model = bound(own)
         table = model.token if model.encoder.token is None else model.encoder.token
         return model.encoder.first(table, batch["inputs"]), model.embed(batch["decoder_inputs"])
@@ -195,7 +195,7 @@ def of_model(
             )
         encoder = [functools.partial(encoder_block, index) for index in range(definition.sizes["encoder_layers"])]
         decoder = [functools.partial(decoder_block, index) for index in range(definition.sizes["layers"])]
-        return measure([both, *encoder, *decoder], loss, params, batch, flow, parts)
+        return measure([embeddings, *encoder, *decoder], loss, params, batch, flow, parts)
     if "layers" not in definition.sizes or not all(
         callable(getattr(model, part, None)) for part in ("embed", "block", "read")
     ):

@@ -52,7 +52,7 @@ def slopes(
         limit: of the table.
         aligned: heads' gradients of a gain that they share have one sign, as they get in training; at initialization they have not.
     """
-    found: dict[tuple[str, int], float] = {}
+    exponents: dict[tuple[str, int], float] = {}
     normed = any(spec.role is Role.NORM_GAIN and spec.of is Role.KEY for spec in specs.values())
     for name, label in labels(specs).items():
         spec = specs[name]
@@ -60,20 +60,20 @@ def slopes(
             continue
         row, family, of = preset.row(spec), limit.family, limit.names.get(spec.role)
         if spec.role not in BIASES:
-            found[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
+            exponents[f"weight/{label}", 0] = limit.x(row.multiplier * row.init_std)
         rate, change = limit.x(row.multiplier * row.lr(family)), gradient(spec, limit, preset, aligned=aligned)
         if spec.role is Role.BIAS and spec.of is Role.KEY and normed:
             # Softmax ignores what all keys have in common, but for the norm between: what is left has the exponent of no sum.
             change = None
         if family == "muon" and of is not None and limit.orthogonal(of):
-            found[f"movement/{label}", 1] = limit.of(spec.part).step(of)
+            exponents[f"movement/{label}", 1] = limit.of(spec.part).step(of)
         elif family != "sgd" and not (family == "muon" and row.muon is not None):
-            found[f"movement/{label}", 1] = rate
+            exponents[f"movement/{label}", 1] = rate
         elif family == "sgd" and change is not None:
-            found[f"movement/{label}", 1] = rate + change
+            exponents[f"movement/{label}", 1] = rate + change
         if change is not None:
-            found[f"gradient/{label}", 0] = change - limit.x(row.eps_of(family))
-    return found
+            exponents[f"gradient/{label}", 0] = change - limit.x(row.eps_of(family))
+    return exponents
 
 
 def troubles(preset: Preset, specs: Mapping[str, ParamSpec], limit: Limit) -> dict[tuple[str, int], Trouble]:

@@ -67,8 +67,8 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
             f"growing {grows} is theory of Adam's noise and says nothing about {optimizer.name}; write adamw"
         )
     if rule.name != "none" and not rule.speaks_of(grows):
-        others = [each.name for each in horizon.RULES.values() if each.applied and each.speaks_of(grows)]
-        raise ConfigError(f"the joint rule {rule.name} says nothing about {grows}; write --joint {' or '.join(others)}")
+        rules = [each.name for each in horizon.RULES.values() if each.applied and each.speaks_of(grows)]
+        raise ConfigError(f"the joint rule {rule.name} says nothing about {grows}; write --joint {' or '.join(rules)}")
     if optimizer.eps < _LEAST_EPS:
         raise ConfigError(
             f"optimizer.eps is {optimizer.eps:g}, which this cannot see; write one of at least {_LEAST_EPS:g}"
@@ -106,8 +106,8 @@ def observe(config: Config, batch_ratio: float, programs: dict[Any, Callable] | 
     scale[:, :FAINT] *= min(_LOUD, clip / (4 * norm))  # what is clipped is of one size whatever the noise
     key = (opt.b1, opt.b2, opt.decay, opt.clip_norm, config.steps, tuple(shapes.items()))
     train = programs.setdefault(key, _program(program.tx, shapes, config.steps))
-    moved, seen, rate = jax.device_get(train(factors, jax.tree.map(jnp.asarray, hyper), scale, batch_ratio))
-    moved, slow = moved.astype(np.float64), (seen[:, 0] / seen[:, 1]).astype(np.float64)
+    moved, betas, rate = jax.device_get(train(factors, jax.tree.map(jnp.asarray, hyper), scale, batch_ratio))
+    moved, slow = moved.astype(np.float64), (betas[:, 0] / betas[:, 1]).astype(np.float64)
     loud, faint, rate = moved[:, NOISE], moved[:, FAINT], np.mean(rate / lr[:, 0], axis=1)
     pull = (decay * lr if opt.decay == "coupled" else decay)[:, 0]
     return {
@@ -146,7 +146,7 @@ def _program(tx: optax.GradientTransformationExtraArgs, shapes: Mapping[str, tup
         params = jnp.zeros((ends[-1], STILL + 1, _ENTRIES)).at[:, STILL].set(1.0)
 
         def step(carry: tuple, count: jax.Array) -> tuple[tuple, jax.Array]:
-            state, moved, seen = carry
+            state, moved, betas = carry
             noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), (ends[-1], _ENTRIES))
             noise, still = noise / batch_ratio**0.5, jnp.zeros_like(noise)
             kinds = [noise, noise + _SIGNAL_TO_NOISE, still + batch_ratio**-0.5, noise, still]
@@ -156,12 +156,12 @@ def _program(tx: optax.GradientTransformationExtraArgs, shapes: Mapping[str, tup
             # A moment goes 1 - beta of the way from where it is to the gradient or its square.
             for index, (x, y) in enumerate(zip(moments(state, scale), moments(after, scale), strict=True)):
                 way = noise ** (index + 1) - x
-                seen = seen.at[index].add(jnp.array([jnp.sum((y - x) * way), jnp.sum(way**2)]))
-            return (after, moved + update, seen), -jnp.mean(update[:, STEADY], axis=1)
+                betas = betas.at[index].add(jnp.array([jnp.sum((y - x) * way), jnp.sum(way**2)]))
+            return (after, moved + update, betas), -jnp.mean(update[:, STEADY], axis=1)
 
         start = (tx.init(parted(params)), jnp.zeros_like(params), jnp.zeros([2, 2]))
-        (_, moved, seen), rate = jax.lax.scan(step, start, jnp.arange(steps))
-        return moved, seen, rate
+        (_, moved, betas), rate = jax.lax.scan(step, start, jnp.arange(steps))
+        return moved, betas, rate
 
     return train
 
@@ -206,18 +206,18 @@ def study(runs: Sequence[Config], grows: str) -> tuple[list[Finding], list[str]]
         grows: what is doubled from one to the next.
     """
     expected = expectation(runs, grows)
-    seen = [observe(run, 2.0**k if grows == "batch" else 1.0) for k, run in enumerate(runs)]
-    return judged(seen, expected), [label for name, label in LABELS.items() if name not in expected]
+    rows = [observe(run, 2.0**k if grows == "batch" else 1.0) for k, run in enumerate(runs)]
+    return judged(rows, expected), [label for name, label in LABELS.items() if name not in expected]
 
 
-def judged(seen: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]) -> list[Finding]:
+def judged(rows: Sequence[Mapping[str, float]], expected: Mapping[str, Expected]) -> list[Finding]:
     """Every observable held against theory, by its name in `LABELS`.
 
     Args:
-        seen: from `observe`, of runs each twice the one before.
+        rows: from `observe`, of runs each twice the one before.
         expected: from `expectation`.
     """
-    measured, ratios = {name: np.array([one[name] for one in seen]) for name in expected}, 2.0 ** np.arange(len(seen))
+    measured, ratios = {name: np.array([one[name] for one in rows]) for name in expected}, 2.0 ** np.arange(len(rows))
     if (pull := measured.get("decay over the run")) is not None:  # a wrong rate is not the decay's fault
         moved, slope = measured["displacement by noise"], expected["displacement by noise"].slope
         measured["decay over the run"] = pull * moved[0] / moved * ratios**slope

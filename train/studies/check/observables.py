@@ -67,23 +67,23 @@ def program(
         start = {name: jnp.where(state.step == 0, x, start[name]) for name, x in now.items()}
         grads, _sums = gradients(definition, state.params, run, dict(batch), 1)
         model = definition.model(state.params, factors.multiplier, factors.forward)
-        seen = _activations(model, now, start, _read(batch), definition.tied_readout is not None)
-        seen |= _weights(definition, factors, initial, state.params, grads)
+        stats = _activations(model, now, start, _read(batch), definition.tied_readout is not None)
+        stats |= _weights(definition, factors, initial, state.params, grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors, hyper=run.hyper)
         new: Any = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, new, opt_state), start, seen
+        return TrainState(state.step + 1, new, opt_state), start, stats
 
     def measure(seed: np.ndarray, run: StepInputs, stds: Arrays, batch: Batch, steps: int) -> dict[str, np.ndarray]:
         state, (run, batch) = begin(seed, stds), jax.device_put((run, dict(batch)))
-        initial, schedule, seen = state.params, run.hyper.schedule, []
+        initial, schedule, records = state.params, run.hyper.schedule, []
         # Of the first step they are what it computes itself.
         shapes = forward.eval_shape(initial, run.factors, batch)
         start = {name: jnp.zeros(of.shape, of.dtype) for name, of in shapes.items()}
         for k in range(steps + 1):
             now = run._replace(hyper=run.hyper._replace(schedule=schedule[k]))
             state, start, each = step(state, initial, start, now, batch)
-            seen.append(each)
-        fetched = jax.device_get(seen)
+            records.append(each)
+        fetched = jax.device_get(records)
         return {name: np.stack([each[name] for each in fetched]) for name in fetched[0]}
 
     return measure
@@ -103,31 +103,31 @@ def _activations(model: Any, now: Arrays, start: Arrays, read: Batch, tied: bool
     products of either sign. It is D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and
     D^1/2 under `ntk`. `change logits` is of all of them: what training adds has one exponent.
     """
-    seen = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
+    out = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
     if tied:
         contact_BTV = jnp.arange(now["logits"].shape[-1]) == read.get("decoder_inputs", read["inputs"])[..., None]
-        seen |= {"logits": rms(now["logits"], ~contact_BTV), "contact logit": rms(now["logits"], contact_BTV)}
-    seen |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in (*_BY_OWN_WEIGHTS, CROSS)}
+        out |= {"logits": rms(now["logits"], ~contact_BTV), "contact logit": rms(now["logits"], contact_BTV)}
+    out |= {f"change {name}": rms(x - start[name]) for name, x in now.items() if name not in (*_BY_OWN_WEIGHTS, CROSS)}
     if "query" in now:
         # What they owe to their own weights, at the inputs they had: the stream below moves too, and would hide it.
         graph, blocks = nnx.split(model.block)
         moved = jax.lax.map(lambda layer: _attention(nnx.merge(graph, layer[0]), layer[1]), (blocks, start["attended"]))
-        seen |= {f"update {name}": rms(moved[name] - start[name]) for name in _BY_OWN_WEIGHTS}
+        out |= {f"update {name}": rms(moved[name] - start[name]) for name in _BY_OWN_WEIGHTS}
     if "attention" in now and now["attention"].shape[2] > 1:
-        seen["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
-    return seen
+        out["variance over heads"] = jnp.mean(jnp.var(now["attention"], axis=2))
+    return out
 
 
 def _weights(definition: Definition, factors: Factors, initial: Arrays, params: Arrays, grads: Arrays) -> Arrays:
     """Per label the weight as it acts, multiplier included, its movement since initialization, and gradient over eps factor."""
     acting, began = multiplied(params, factors.multiplier), multiplied(initial, factors.multiplier)
-    seen: Arrays = {}
+    stats: Arrays = {}
     for name, label in groups.labels(definition.specs).items():
         gradient = grads[name] / rows(factors.eps[name], grads[name])
         columns = {"weight": acting[name], "movement": acting[name] - began[name], "gradient": gradient}
         for what, array in columns.items():
-            seen[f"{what}/{label}"] = (by_layer if definition.specs[name].stacked else rms)(array)
-    return seen
+            stats[f"{what}/{label}"] = (by_layer if definition.specs[name].stacked else rms)(array)
+    return stats
 
 
 def by_layer(x: jax.Array) -> jax.Array:
@@ -145,13 +145,13 @@ def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), where=where))
 
 
-def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
+def internals(model: Any, inputs: jax.Array, **extra: jax.Array) -> Arrays:
     """Activations of one forward pass.
 
     Args:
         model: a zoo model, or any NNX model. One with a method `internals(inputs)` is asked instead.
         inputs: what the model is called with.
-        **others: the same, by name: of an encoder-decoder, whose decoder is looked at, its padding and the decoder's inputs.
+        **extra: the same, by name: of an encoder-decoder, whose decoder is looked at, its padding and the decoder's inputs.
 
     Returns:
         For a model with `embed`, `block` and `read` (and `begin`, where blocks take more than the stream): `embedding` [B, T, D],
@@ -161,10 +161,10 @@ def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
         [L, B, H, T, S] (logits as they enter the softmax, before any mask). For every model `logits`, its output.
     """
     if hasattr(model, "internals"):
-        return {"logits": model(inputs, **others), **model.internals(inputs)}
+        return {"logits": model(inputs, **extra), **model.internals(inputs)}
     if not all(hasattr(model, part) for part in ("embed", "block", "read")):
-        return {"logits": model(inputs, **others)}
-    embedding, context = model.begin(inputs, **others) if hasattr(model, "begin") else (model.embed(inputs), ())
+        return {"logits": model(inputs, **extra)}
+    embedding, context = model.begin(inputs, **extra) if hasattr(model, "begin") else (model.embed(inputs), ())
     graph, stacked = nnx.split(model.block)
 
     period = getattr(model.block, "period", 1)
@@ -187,10 +187,10 @@ def internals(model: Any, inputs: jax.Array, **others: jax.Array) -> Arrays:
 
 
 def _cross(
-    block: Any, h_BTD: jax.Array, attended_BTD: jax.Array, memory_BSD: jax.Array, seen_BS: Any, bias: Any
+    block: Any, h_BTD: jax.Array, attended_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: Any, bias: Any
 ) -> jax.Array:
     h_BTD = block.added(h_BTD, 0, block.attention(attended_BTD, None, bias))
-    return block.added(jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, seen_BS))
+    return block.added(jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS))
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:

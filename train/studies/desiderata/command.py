@@ -63,8 +63,8 @@ def apart(expected: Cell, measured: Cell) -> dict[str, float]:
         expected: by theory.
         measured: the same exponents.
     """
-    found = {name: measured.exponents[name] - x for name, x in expected.exponents.items()}
-    return {name: by for name, by in found.items() if abs(by) > BAND}
+    gaps = {name: measured.exponents[name] - x for name, x in expected.exponents.items()}
+    return {name: by for name, by in gaps.items() if abs(by) > BAND}
 
 
 def measured(
@@ -110,24 +110,24 @@ def table(row: Row) -> list[list[str]]:
         lines.append([
             dimension,
             "can" if can else "cannot",
-            *(beside(*cells[column]) for column in theory.COLUMNS),
+            *(cell_text(*cells[column]) for column in theory.COLUMNS),
             ", ".join(f"{name} {by:+.2f}" for name, by in far) or "-",
         ])  # fmt: skip
     return lines
 
 
-def beside(expected: Cell, seen: Cell) -> str:
+def cell_text(expected: Cell, measurement: Cell) -> str:
     """Theory and measurement in one cell: `yes | -0.03`, `no: q, k -0.5 | -0.51`.
 
     Args:
         expected: by theory.
-        seen: the same exponents, measured.
+        measurement: the same exponents, measured.
     """
     if expected.exponent is None:
         return expected.why
     if expected.holds:
-        return f"yes | {max(seen.exponents.values(), key=abs):+.2f}"
-    mean = sum(seen.exponents[name] for name in expected.of) / len(expected.of)
+        return f"yes | {max(measurement.exponents.values(), key=abs):+.2f}"
+    mean = sum(measurement.exponents[name] for name in expected.of) / len(expected.of)
     return f"no: {expected.names} {expected.exponent:+.3g} | {mean:+.2f}"
 
 
@@ -172,8 +172,8 @@ def to_json(row: Row) -> dict[str, Any]:
     """All exponents, by dimension, desideratum and name as [theory, measured]."""
     return {
         dimension: {
-            column: {name: [x, round(seen.exponents[name], 4)] for name, x in expected.exponents.items()}
-            for column, (expected, seen) in cells.items()
+            column: {name: [x, round(measurement.exponents[name], 4)] for name, x in expected.exponents.items()}
+            for column, (expected, measurement) in cells.items()
         }
         for dimension, cells in row.items()
     }

@@ -22,7 +22,7 @@ Hold = Callable[[Any], Any]
 
 
 class Cutting:
-    """A block's forward pass by mappings; `seen` has what each gave.
+    """A block's forward pass by mappings; `outputs` has what each gave.
 
     Args:
         zeros: by mapping, added to it.
@@ -33,7 +33,7 @@ class Cutting:
 
     def __init__(self, zeros: Arrays, hold: Hold, *, masked: bool, label: str) -> None:
         self.zeros, self.hold, self.masked, self.label = zeros, hold, masked, label
-        self.seen: Arrays = {}
+        self.outputs: Arrays = {}
 
     def mapping(self, name: str, x: jax.Array) -> jax.Array:
         """x with its zeros, kept.
@@ -43,8 +43,8 @@ class Cutting:
             x: what it gives.
         """
         name = self.label + name
-        self.seen[name] = x + self.zeros[name] if name in self.zeros else x
-        return self.seen[name]
+        self.outputs[name] = x + self.zeros[name] if name in self.zeros else x
+        return self.outputs[name]
 
     def attended(
         self, attention: Any, heads: tuple[jax.Array, ...], bias_HTS: jax.Array | None = None, part: str = ""
@@ -65,8 +65,8 @@ class Cutting:
         if bias_HTS is not None:
             logits_BHTS = logits_BHTS + bias_HTS
         if attention.causal and self.masked:
-            seen_TS = jnp.tri(*logits_BHTS.shape[-2:], dtype=bool)
-            logits_BHTS = jnp.where(seen_TS, logits_BHTS, jnp.finfo(jnp.float32).min)
+            mask_TS = jnp.tri(*logits_BHTS.shape[-2:], dtype=bool)
+            logits_BHTS = jnp.where(mask_TS, logits_BHTS, jnp.finfo(jnp.float32).min)
         weights_BHTS = self.mapping(f"{part}softmax", jax.nn.softmax(logits_BHTS))
         o_BTHN = self.mapping(f"{part}o", jnp.einsum("bhts,bshn->bthn", self.hold(weights_BHTS), v_BSHN))
         out_BTD = biased(project(self.hold(o_BTHN), attention.out[...], inputs=2), attention.out_bias)
@@ -119,7 +119,7 @@ def forward(model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool
         hold: applied to what a mapping reads.
         masked: a causal model sees no later positions.
     """
-    seen: Arrays = {}
+    outputs: Arrays = {}
 
     def stack(
         block: Any,
@@ -134,12 +134,12 @@ def forward(model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool
 
         def layer(h_BTD: jax.Array, of: tuple[nnx.State, Arrays]) -> tuple[jax.Array, Arrays]:
             cutting = Cutting(of[1], hold, masked=masked, label=label)
-            return cutting.block(nnx.merge(graph, of[0]), h_BTD, bias_HTS, memory_BSD), cutting.seen
+            return cutting.block(nnx.merge(graph, of[0]), h_BTD, bias_HTS, memory_BSD), cutting.outputs
 
         embedding = embedding + zeros.get(f"{label}embedding", 0.0)
         h_BTD, each = jax.lax.scan(layer, embedding, (stacked, own))
         h_BTD = h_BTD + zeros.get(f"{label}stream", 0.0)
-        seen.update({**each, f"{label}embedding": embedding, f"{label}stream": h_BTD})
+        outputs.update({**each, f"{label}embedding": embedding, f"{label}stream": h_BTD})
         return h_BTD
 
     encoder, tokens = getattr(model, "encoder", None), batch["inputs"]
@@ -152,4 +152,4 @@ def forward(model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool
         bias_HTT = model.bias(*[tokens.shape[1]] * 2)
         stream = stack(model.block, model.embed(tokens), bias_HTT, encoder.norm(e_BSD))
     nll = optax.softmax_cross_entropy_with_integer_labels(model.read(stream), batch["targets"])
-    return jnp.mean(nll), seen
+    return jnp.mean(nll), outputs

@@ -46,7 +46,7 @@ def measure(definition: Definition, params: Arrays, factors: Factors, batch: Bat
 
     shapes = jax.eval_shape(lambda p: loss(p, {})[1], params)
     zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in shapes.items()}
-    (gradients, signals), seen = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, zeros)
+    (gradients, signals), outputs = jax.grad(loss, argnums=(0, 1), has_aux=True)(params, zeros)
     flow, parts = {}, {}
     for name, g in gradients.items():
         spec = definition.specs[name]
@@ -59,9 +59,9 @@ def measure(definition: Definition, params: Arrays, factors: Factors, batch: Bat
             parts[NAMES[name]] = jnp.sum(factors.lr[name] * squares)
     _, speeds = jax.jvp(lambda p: loss(p, {}, jax.lax.stop_gradient)[1], (params,), (flow,))
     for stack in ("", "encoder ") if "encoder_layers" in definition.sizes else ("",):
-        stream = seen[f"{stack}stream"]
-        seen[f"{stack}branches"] = (stream - seen[f"{stack}embedding"]) / _rms(stream)
-    signal, speed, backward = (jax.tree.map(_rms, dict(x)) for x in (seen, speeds, signals))
+        stream = outputs[f"{stack}stream"]
+        outputs[f"{stack}branches"] = (stream - outputs[f"{stack}embedding"]) / _rms(stream)
+    signal, speed, backward = (jax.tree.map(_rms, dict(x)) for x in (outputs, speeds, signals))
     return Mappings(signal, speed, backward, parts)
 
 

@@ -119,13 +119,13 @@ class Series:
     ) -> None:
         self.definitions, self._batches, self._seeds = definitions, batches, np.arange(seeds, dtype=np.uint32)
 
-        def program(made: Definition) -> Any:
+        def program(definition: Definition) -> Any:
             def one(seed: Any, stds: Any, numbers: Any, batch: Any) -> mappings.Mappings:
-                return mappings.measure(made, made.initialize(seed, stds), numbers, batch, masked=masked)
+                return mappings.measure(definition, definition.initialize(seed, stds), numbers, batch, masked=masked)
 
-            return jax.jit(lambda seeds, *given: jax.lax.map(lambda seed: one(seed, *given), seeds))
+            return jax.jit(lambda seeds, *arrays: jax.lax.map(lambda seed: one(seed, *arrays), seeds))
 
-        self._programs = [program(made) for made in definitions]
+        self._programs = [program(definition) for definition in definitions]
 
     def slopes(self, preset: Preset) -> dict[str, dict[str, float]]:
         """Log-log slopes over sizes, means over seeds, by field of `Mappings` and name.
@@ -133,16 +133,16 @@ class Series:
         Args:
             preset: relative to the smallest size, or absolute.
         """
-        seen = []
+        records = []
         rule = "sgd" not in preset.no_rule
-        for program, made, batch in zip(self._programs, self.definitions, self._batches, strict=True):
-            numbers = factors.resolve(preset, made, "sgd" if rule else preset.optimizers[0], "independent")
-            stds = factors.init_stds(preset, made)
-            seen.append(jax.device_get(program(self._seeds, stds, numbers, batch))._asdict())
-        x = np.arange(len(seen)) - (len(seen) - 1) / 2
+        for program, definition, batch in zip(self._programs, self.definitions, self._batches, strict=True):
+            numbers = factors.resolve(preset, definition, "sgd" if rule else preset.optimizers[0], "independent")
+            stds = factors.init_stds(preset, definition)
+            records.append(jax.device_get(program(self._seeds, stds, numbers, batch))._asdict())
+        x = np.arange(len(records)) - (len(records) - 1) / 2
 
         def slope(what: str, name: str) -> float:
-            y = np.log2([np.exp(np.mean(np.log(at[what][name]))) for at in seen])
+            y = np.log2([np.exp(np.mean(np.log(at[what][name]))) for at in records])
             return float(x @ y / (x @ x))
 
-        return {what: {name: slope(what, name) for name in seen[0][what]} for what in seen[0]}
+        return {what: {name: slope(what, name) for name in records[0][what]} for what in records[0]}

@@ -117,9 +117,9 @@ def fitted(points: Points) -> Law:
     mean, width = rows.prior
     means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
     samples, _ = fit(rows, np.broadcast_to(best, means.shape), y, means, white)
-    kept = dataclasses.replace(points, settings=tuple(settings))
+    subset = dataclasses.replace(points, settings=tuple(settings))
     return Law(
-        kept, rows, best, samples, misses, one * (1 - 1 / seeds) ** 0.5, beyond, scatter, rate_beyond, tuple(notes)
+        subset, rows, best, samples, misses, one * (1 - 1 / seeds) ** 0.5, beyond, scatter, rate_beyond, tuple(notes)
     )
 
 
@@ -228,9 +228,9 @@ def parameters(law: Law) -> dict[str, dict[str, float | bool]]:
         law: whose they are.
     """
     low, high = np.quantile(law.samples, [0.05, 0.95], axis=0)
-    width, said = law.samples.std(axis=0), {}
+    width, table = law.samples.std(axis=0), {}
     for at, name in enumerate(law.rows.names):
         ends = {"value": law.theta[at], "low": low[at], "high": high[at]}
         told = bool(width[at] < 0.7 * PRIORS[name][1])
-        said[name] = {**{key: round(float(value), 5) for key, value in ends.items()}, "of_rows": told}
-    return said
+        table[name] = {**{key: round(float(value), 5) for key, value in ends.items()}, "of_rows": told}
+    return table

@@ -71,16 +71,16 @@ def points(measured: Sequence[Measured]) -> dict[str, Points]:
     return {label: points_of(label, each) for label, each in pairs.items()}
 
 
-def write(folder: Path, found: Mapping[str, Points], predict_: Sequence[str]) -> bool:
+def write(folder: Path, by_preset: Mapping[str, Points], predict_: Sequence[str]) -> bool:
     """Print and write every forecast, and give whether there is one of each.
 
     Args:
         folder: where they go.
-        found: rows by preset.
+        by_preset: rows by preset.
         predict_: what is forecast.
     """
     every = True
-    for label, of_label in found.items():
+    for label, of_label in by_preset.items():
         try:
             law = fitted(dataclasses.replace(of_label, folders=(str(folder),)))
         except NoLaw as error:

@@ -116,7 +116,7 @@ def load(folders: Sequence[Path]) -> list[Points]:
         PointsError: a folder has no rows, or none that a recipe's command trains.
         RowsError, DiskError: as `Rows`.
     """
-    found: dict[str, list[tuple[Config, Row]]] = {}
+    by_label: dict[str, list[tuple[Config, Row]]] = {}
     for folder in folders:
         if not (folder / FILE_NAME).is_file():
             raise PointsError(
@@ -125,8 +125,8 @@ def load(folders: Sequence[Path]) -> list[Points]:
         rows = Rows(folder)
         of_folder = _of_study(folder, rows) if (folder / "transfer.json").is_file() else _of_commands(folder, rows)
         for label, config, row in of_folder:
-            found.setdefault(label, []).append((config, row))
-    return [points_of(label, pairs, [str(folder) for folder in folders]) for label, pairs in found.items()]
+            by_label.setdefault(label, []).append((config, row))
+    return [points_of(label, pairs, [str(folder) for folder in folders]) for label, pairs in by_label.items()]
 
 
 def points_of(label: str, pairs: Sequence[tuple[Config, Row]], folders: Sequence[str] = ()) -> Points:
@@ -149,15 +149,15 @@ def points_of(label: str, pairs: Sequence[tuple[Config, Row]], folders: Sequence
     return Points(label, metric, tuple(every), digest, len(pairs), tuple(folders))
 
 
-def others(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
+def field_differences(config: Config, setting: Config) -> list[tuple[str, Any, Any]]:
     """Fields in which two runs differ that are neither of `SCALES` nor of `ELSEWHERE`, with both values.
 
     Args:
         config: of a run to forecast.
         setting: of a run that was measured.
     """
-    both = differences(_recorded(config), _recorded(setting))
-    return [each for each in both if each[0] not in SCALES and not each[0].startswith(ELSEWHERE)]
+    fields = differences(_recorded(config), _recorded(setting))
+    return [each for each in fields if each[0] not in SCALES and not each[0].startswith(ELSEWHERE)]
 
 
 def _recorded(config: Config) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from mupax.train.config.record import text_of
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, Law, NoLaw
 from mupax.train.studies.forecast.law import AXES, best_rate, log_loss
-from mupax.train.studies.forecast.points import Setting, others
+from mupax.train.studies.forecast.points import Setting, field_differences
 
 DRAWS = 10
 """Of each sample of the law's parameters."""
@@ -81,7 +81,7 @@ def predict(law: Law, config: Config, *, keep_rate: bool = False) -> Prediction:
     """
     target, rows = Setting.bare(config), law.rows
     nearest = min(law.points.settings, key=lambda setting: float(np.abs(setting.scale - target.scale).sum()))
-    if differing := others(config, nearest.config):
+    if differing := field_differences(config, nearest.config):
         texts = ", ".join(f"{name} {text_of(now)} (measured: {text_of(was)})" for name, now, was in differing[:4])
         raise NoLaw(f"nothing is said of a run that differs from the measured ones in more than its scale: {texts}")
     low, high, scale = rows.scale.min(axis=0), rows.scale.max(axis=0), target.scale - rows.centre

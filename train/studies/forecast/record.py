@@ -126,17 +126,17 @@ def config_of(content: dict[str, Any]) -> Config:
 def lines(content: dict[str, Any]) -> list[str]:
     """A forecast in words."""
     loss, rate = content["prediction"]["loss"], content["prediction"]["log2_lr"]
-    said = [f"forecast of {content['what']} under {content['preset']}, from {content['rows']['count']} rows:"]
+    text = [f"forecast of {content['what']} under {content['preset']}, from {content['rows']['count']} rows:"]
     if rate:
-        said.append(
+        text.append(
             f"  best peak rate 2^{rate['value']:.2f} = {2.0 ** rate['value']:.3g}, 50 % in 2^{rate['low50']:.2f} to "
             f"2^{rate['high50']:.2f}, 90 % in 2^{rate['low90']:.2f} to 2^{rate['high90']:.2f}"
         )
-    said.append(
+    text.append(
         f"  loss {loss['value']:.4f}, 50 % in {loss['low50']:.4f} to {loss['high50']:.4f}, 90 % in {loss['low90']:.4f} to "
         f"{loss['high90']:.4f} ({METRICS[content['metric']]})"
     )
-    return [*said, *(f"  caution: {warning}" for warning in content["warnings"])]
+    return [*text, *(f"  caution: {warning}" for warning in content["warnings"])]
 
 
 def shown(path: Path) -> str:

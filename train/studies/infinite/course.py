@@ -97,9 +97,9 @@ def limit(
     for rng in np.random.default_rng(seed).spawn(draws):
         shape = {"positions": inputs.shape[1], "patch": inputs.shape[2], "classes": model.num_classes}
         stack = Stack(of_run, **shape, rng=rng, responses=responses, dtype=dtype)
-        seen = [stack.step(inputs, targets) for _ in range(config.steps)] + [stack.look(inputs, targets)]
+        snapshots = [stack.step(inputs, targets) for _ in range(config.steps)] + [stack.look(inputs, targets)]
         networks.append(
-            tuple(np.concatenate([getattr(one, x) for one in seen]) for x in ("logits", "features", "attention"))
+            tuple(np.concatenate([getattr(one, x) for one in snapshots]) for x in ("logits", "features", "attention"))
         )
     return Course.of(networks, targets)
 
@@ -138,9 +138,9 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
     for seed in range(seeds):
         of_seed = dataclasses.replace(program, config=dataclasses.replace(config, seed=seed))
         run, state = of_seed.step_inputs(), of_seed.placed(of_seed.initial_state(), step)
-        seen = [look(state.params, run)]
+        outputs = [look(state.params, run)]
         for _ in range(config.steps):
             state, _ = step(state, run, batch)
-            seen.append(look(state.params, run))
-        networks.append((*(np.stack(jax.device_get(x)) for x in zip(*seen, strict=True)), np.zeros(0)))
+            outputs.append(look(state.params, run))
+        networks.append((*(np.stack(jax.device_get(x)) for x in zip(*outputs, strict=True)), np.zeros(0)))
     return Course.of(networks, targets)

@@ -54,7 +54,7 @@ def numbers(config: Config) -> Numbers:
         multiplier = np.broadcast_to(np.asarray(scales.multiplier, float), shape)
         stds[name] = multiplier * scales.init_std
         rates[name] = optimizer.peak_lr * multiplier**2 * scales.lr
-    both = np.array(
+    factors = np.array(
         [[preset.residual_scale(sizes, layer, branch) for branch in ("attention", "mlp")] for layer in range(depth)]
     )
     return Numbers(
@@ -65,8 +65,8 @@ def numbers(config: Config) -> Numbers:
         stds=stds,
         rates=rates,
         logit_scale=preset.logit_scale(sizes),
-        skip=both[..., 0],
-        branch=both[..., 1],
+        skip=factors[..., 0],
+        branch=factors[..., 1],
         momentum=optimizer.momentum,
         eps=model.norm_eps,
         centred_norm=model.norm == "layernorm",

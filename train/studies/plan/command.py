@@ -33,12 +33,12 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.studies.forecast import points
     from mupax.train.studies.plan import cost, numbers
 
-    found = points.load([Path(folder) for folder in args.studies]) if args.studies else []
-    asked = run.run_of(args, rest, found)
+    studies = points.load([Path(folder) for folder in args.studies]) if args.studies else []
+    request = run.run_of(args, rest, studies)
     keep_rate = any(word.partition("=")[0].replace("_", "-") == "--optimizer.peak-lr" for word in rest)
-    learnt = numbers.of_law(asked.config, found, keep_rate=keep_rate)
-    config, costs = cost.of(learnt.config, args, found)
-    rows, cautions = [*numbers.rows(config, learnt, asked.source), *costs.rows], [*learnt.cautions, *costs.cautions]
+    learnt = numbers.of_law(request.config, studies, keep_rate=keep_rate)
+    config, costs = cost.of(learnt.config, args, studies)
+    rows, cautions = [*numbers.rows(config, learnt, request.source), *costs.rows], [*learnt.cautions, *costs.cautions]
     terminal.say(f"{args.recipe}: {config.steps:,} steps")
     table = terminal.filled([("", "value", "interval", "from"), *rows])
     print(terminal.table(table, indent=1))

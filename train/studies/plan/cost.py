@@ -39,15 +39,15 @@ class Cost:
     fits: bool = True
 
 
-def of(config: Config, args: Plan, found: Sequence[Points]) -> tuple[Config, Cost]:
+def of(config: Config, args: Plan, studies: Sequence[Points]) -> tuple[Config, Cost]:
     """The run with its mesh and remat, and what it takes.
 
     Args:
         config: of the run.
         args: flags of the command.
-        found: rows whose speed is this machine's.
+        studies: rows whose speed is this machine's.
     """
-    return _on_chips(config, args) if args.chips else (config, _here(config, args, found))
+    return _on_chips(config, args) if args.chips else (config, _here(config, args, studies))
 
 
 def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
@@ -110,7 +110,7 @@ def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why:
     return Cost((*rows, *_time(config, args, step, source, count)), tuple(cautions), state < chip.hbm_bytes)
 
 
-def _here(config: Config, args: Plan, found: Sequence[Points]) -> Cost:
+def _here(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
     """On the devices of this process."""
     from mupax.train.core.program import assemble
     from mupax.train.parallel.mesh import described
@@ -130,7 +130,7 @@ def _here(config: Config, args: Plan, found: Sequence[Points]) -> Cost:
             f"formula of train/pods/estimates.py, from sizes; {most}",
         ),
     ]
-    settings = [setting for points in found for setting in points.settings if setting.seconds > 0]
+    settings = [setting for points in studies for setting in points.settings if setting.seconds > 0]
     if args.tokens_per_second or args.mfu:
         from mupax.train.parallel import hardware
 

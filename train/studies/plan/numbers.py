@@ -55,23 +55,23 @@ class Learnt:
         return record.forecast(self.law, dataclasses.replace(self.prediction, config=config), what)
 
 
-def of_law(config: Config, found: Sequence[Points], *, keep_rate: bool = False) -> Learnt:
+def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False) -> Learnt:
     """The run at the rate that the rows say, with what they say of its loss.
 
     Args:
         config: of the run.
-        found: rows by preset; those of the run's preset count.
+        studies: rows by preset; those of the run's preset count.
         keep_rate: the run's own rate, as it was asked for.
     """
-    if not found:
+    if not studies:
         return Learnt(
             config, ("", "the recipe"), cautions=("no study: nothing is predicted of the loss; write --from FOLDER",)
         )
     label = label_of(config.preset)
-    same = [points for points in found if points.label == label]
+    same = [points for points in studies if points.label == label]
     if not same:
-        labels = ", ".join(points.label for points in found)
-        write = rates.preset_flags(config, found[0].settings[-1].config)
+        labels = ", ".join(points.label for points in studies)
+        write = rates.preset_flags(config, studies[0].settings[-1].config)
         caution = f"no study of {label}: --from has {labels}; write {write} for the first of them"
         return Learnt(config, ("", "the recipe"), cautions=(caution,))
     points = same[0]
@@ -87,19 +87,19 @@ def of_law(config: Config, found: Sequence[Points], *, keep_rate: bool = False) 
         if log2_lr is None:
             return Learnt(config, ("", "the recipe"), points=points, cautions=(caution, *cautions))
         peak = dataclasses.replace(config.optimizer, peak_lr=float(f"{2.0**log2_lr:.4g}"))
-        said = f"best of the largest of {where}; that it stays is the preset's claim"
+        source = f"best of the largest of {where}; that it stays is the preset's claim"
         at = dataclasses.replace(config, optimizer=peak)
-        return Learnt(at, (ranges.NONE, said), points=points, cautions=(caution, *cautions))
+        return Learnt(at, (ranges.NONE, source), points=points, cautions=(caution, *cautions))
     rate = prediction.log2_lr
     if keep_rate:
         return Learnt(prediction.config, ("", "asked for"), prediction, law, points, prediction.warnings)
-    said = (
+    columns = (
         ("", "the recipe, and every row")
         if rate is None
         else (f"2^{rate.low90:.2f} to 2^{rate.high90:.2f} (90 %)", f"law over {where}")
     )
     cautions = (*prediction.warnings, *rates.contradictions(prediction.config, points))
-    return Learnt(prediction.config, said, prediction, law, points, cautions)
+    return Learnt(prediction.config, columns, prediction, law, points, cautions)
 
 
 def rows(config: Config, learnt: Learnt, source: str) -> list[Line]:
@@ -110,21 +110,21 @@ def rows(config: Config, learnt: Learnt, source: str) -> list[Line]:
         learnt: what studies say of it.
         source: the recipe or study that what nothing else sets is from.
     """
-    model, given, opt = config.model, config.optimizer, config.scaled_optimizer
+    model, base, opt = config.model, config.optimizer, config.scaled_optimizer
     recipe, unit = source, model.unit
     rule = recipe if config.preset.joint == "none" else f"{recipe}, joint rule {config.preset.joint}"
-    parameters, seen = flops.params(model), config.steps * config.data.batch_size * model.units
+    parameters, tokens = flops.params(model), config.steps * config.data.batch_size * model.units
     shape = ", ".join(f"{axis} {size}" for axis, size in model.base_sizes().items())
     lines: list[Line] = [
         ("shape", shape, "", recipe),
         ("parameters", f"{parameters:,}", "", "counted"),
         ("batch", f"{config.data.batch_size} x {model.units} {unit}s", "", recipe),
-        ("steps", f"{config.steps:,}, {seen:,} {unit}s, {seen / parameters:.3g} per parameter", "", "asked for"),
+        ("steps", f"{config.steps:,}, {tokens:,} {unit}s, {tokens / parameters:.3g} per parameter", "", "asked for"),
         ("preset", f"{label_of(config.preset)}, base {config.preset.base}", "", recipe),
         ("peak rate", f"{opt.peak_lr:.4g} = 2^{round(math.log2(opt.peak_lr), 2):g}", *learnt.rate),
     ]
-    if opt.peak_lr != given.peak_lr:
-        lines.append(("rate at the base", f"{given.peak_lr:.4g}", "", f"scaled by joint rule {config.preset.joint}"))
+    if opt.peak_lr != base.peak_lr:
+        lines.append(("rate at the base", f"{base.peak_lr:.4g}", "", f"scaled by joint rule {config.preset.joint}"))
     values = {
         "betas": ("b1", f"{opt.b1:.4g}, {opt.b2:.4g}"),
         "momentum": ("momentum", f"{opt.momentum:g}"),

@@ -74,8 +74,8 @@ def preset_flags(config: Config, setting: Config) -> str:
         config: of the run.
         setting: of the other.
     """
-    both = differences(to_json(config)["preset"], to_json(setting)["preset"], "preset.")
-    return flags([(name, was) for name, _, was in both if name != "preset.noise_scale"])
+    fields = differences(to_json(config)["preset"], to_json(setting)["preset"], "preset.")
+    return flags([(name, was) for name, _, was in fields if name != "preset.noise_scale"])
 
 
 def flags(fields: Sequence[tuple[str, Any]]) -> str:
@@ -112,8 +112,8 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
     """
     if config.preset.joint != "none":
         return joint.cautions(config)
-    seen = config.steps * config.data.batch_size * config.model.units
-    ratios = {"batch": config.data.batch_size / setting.config.data.batch_size, "tokens": seen / setting.tokens}
+    tokens = config.steps * config.data.batch_size * config.model.units
+    ratios = {"batch": config.data.batch_size / setting.config.data.batch_size, "tokens": tokens / setting.tokens}
     rates = {
         rule.name: log2_lr + math.log2(rule.factor("lr", ratios))
         for rule in horizon.RULES.values()

@@ -17,7 +17,7 @@ from mupax.zoo.configs import CONFIGS, ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Request:
     """A run, and where what nobody wrote a flag for is from.
 
     Attributes:
@@ -55,7 +55,7 @@ def model_of(argv: Sequence[str]) -> str | None:
     return name or None
 
 
-def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Asked:
+def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Request:
     """The run that is asked for.
 
     Args:
@@ -81,12 +81,12 @@ def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Asked:
             f"{name} is a model; write a recipe and --model {name}, or the study to plan from behind --from"
         )
     if not named:
-        return Asked(_parsed(args, name, None, words), f"recipe {name}")
+        return Request(_parsed(args, name, None, words), f"recipe {name}")
     words = words if flag else ["--model", name, *words]
     runs = ((_lent(args, study, words), study) for study in studies)
     first = None
     for config, study in runs:
-        first = first or Asked(config, f"study {' and '.join(study.folders)}")
+        first = first or Request(config, f"study {' and '.join(study.folders)}")
         if label_of(config.preset) == study.label:
             return dataclasses.replace(first, config=config)
     assert first is not None  # there are studies
@@ -105,8 +105,8 @@ def _parsed(args: Plan, recipe: str, study: Points | None, words: Sequence[str])
             f"--optimizer.{durations[0]} is of the run's steps, which --tokens changes; write --steps N in place of --tokens"
         )
     start = cli.recipe(recipe)
-    made = start if study is None else lambda: _of_study(start(), study.settings[-1].config)
-    config = dataclasses.replace(cli.parse(recipe, made, words, command_line.flags(Plan)).config, workdir=None)
+    make = start if study is None else lambda: _of_study(start(), study.settings[-1].config)
+    config = dataclasses.replace(cli.parse(recipe, make, words, command_line.flags(Plan)).config, workdir=None)
     if not args.tokens:
         return config
     each = config.data.batch_size * config.model.units

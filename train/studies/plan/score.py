@@ -55,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
     """Compares and prints: 0 where every outcome is inside its 90 % interval, else 1; raises ForecastError as `outcomes`."""
     args = command_line.parse(Score, PROG, argv)
     content = record.read(args.forecast)
-    found = outcomes(content, args.place)
-    scored = [score(content, outcome) for outcome in found]
-    for outcome, one in zip(found, scored, strict=True):
+    runs = outcomes(content, args.place)
+    scored = [score(content, outcome) for outcome in runs]
+    for outcome, one in zip(runs, scored, strict=True):
         loss = content["prediction"]["loss"]
         where = "inside" if one["inside90"] else "outside"
         half = "inside" if one["inside50"] else "outside"
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
             f"seed {outcome.seed}: loss {outcome.loss:.4f} against {loss['value']:.4f}, {one['error']:+.2%}; {where} the 90 % interval "
             f"{loss['low90']:.4f} to {loss['high90']:.4f}, {half} the 50 % one ({METRICS[content['metric']]})"
         )
-    if any(outcome.began is None for outcome in found):
+    if any(outcome.began is None for outcome in runs):
         terminal.say(
             "caution: rows carry no date; that they came after the forecast is for the history of both files to show"
         )
@@ -101,17 +101,17 @@ def outcomes(content: dict[str, Any], place: Path) -> list[Outcome]:
         ForecastError: the run is another one, is not done, or began before the forecast; or no row is of it.
         WorkdirError, PointsError: there is no run and are no rows.
     """
-    found = of_points(content, points.load([place])) if (place / FILE_NAME).is_file() else [_of_run(content, place)]
-    if not found:
+    runs = of_points(content, points.load([place])) if (place / FILE_NAME).is_file() else [_of_run(content, place)]
+    if not runs:
         raise ForecastError(f"{place} has no row of the run that is forecast; train `{content['command']}`")
-    said = datetime.datetime.fromisoformat(content["date"])
-    for outcome in found:
-        if outcome.began is not None and outcome.began < said:
+    date = datetime.datetime.fromisoformat(content["date"])
+    for outcome in runs:
+        if outcome.began is not None and outcome.began < date:
             raise ForecastError(
-                f"{place} began at {outcome.began:%Y-%m-%d %H:%M:%S} UTC, before the forecast of {said:%Y-%m-%d %H:%M:%S}, which is "
+                f"{place} began at {outcome.began:%Y-%m-%d %H:%M:%S} UTC, before the forecast of {date:%Y-%m-%d %H:%M:%S}, which is "
                 "none of it; train the run anew in another --workdir"
             )
-    return found
+    return runs
 
 
 def other(content: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, Any]]:
@@ -121,21 +121,21 @@ def other(content: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, A
         content: the forecast.
         config: of the run.
     """
-    both = differences(to_json(record.config_of(content).resolved()), to_json(config.resolved()))
-    for name, said, came in both:
-        same = name in ("seed", "data.seed") or (name == "optimizer.peak_lr" and math.isclose(said, came, rel_tol=1e-6))
+    fields = differences(to_json(record.config_of(content).resolved()), to_json(config.resolved()))
+    for name, goal, came in fields:
+        same = name in ("seed", "data.seed") or (name == "optimizer.peak_lr" and math.isclose(goal, came, rel_tol=1e-6))
         if not same and not name.startswith(ELSEWHERE):
-            yield name, said, came
+            yield name, goal, came
 
 
 def _of_run(content: dict[str, Any], place: Path) -> Outcome:
-    kept = workdir.read_record(place)
-    config = from_json(kept["config"])
+    run_record = workdir.read_record(place)
+    config = from_json(run_record["config"])
     if differing := list(other(content, config)):
-        name, said, came = differing[0]
+        name, goal, came = differing[0]
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise ForecastError(
-            f"{place} is not the run that is forecast: {name} is {text_of(came)}, not {text_of(said)}{more}; the forecast has its command"
+            f"{place} is not the run that is forecast: {name} is {text_of(came)}, not {text_of(goal)}{more}; the forecast has its command"
         )
     rows = metrics.read(place / metrics.FILE_NAME)
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -153,16 +153,16 @@ def _began(place: Path) -> datetime.datetime | None:
     return datetime.datetime.fromtimestamp(min(times), datetime.UTC) if times else None
 
 
-def of_points(content: dict[str, Any], found: Sequence[points.Points]) -> list[Outcome]:
+def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list[Outcome]:
     """Every row of the run that is forecast, at most.
 
     Args:
         content: the forecast.
-        found: rows by preset.
+        studies: rows by preset.
     """
     return [
         Outcome(float(setting.losses[at, column]), seed, None)
-        for each in found
+        for each in studies
         if each.metric == content["metric"]
         for setting in each.settings
         for at, x in enumerate(setting.x)

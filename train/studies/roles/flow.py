@@ -107,7 +107,7 @@ class Flow:
             return [Step(x, len(signals) < 2) for x in signals]
         if node.op == "div":
             return [Step(x, x is node.inputs[0] and len(signals) < 2) for x in signals]
-        return [Step(x, node.op not in NONLINEAR and node.op in _KNOWN) for x in signals]
+        return [Step(x, node.op not in NONLINEAR and node.op in _LINEAR) for x in signals]
 
     def matrix(self, node: Node) -> bool:
         """Whether it is the product of an activation, or the batch, with parameters."""
@@ -246,8 +246,8 @@ class Flow:
         return out
 
 
-_KNOWN = LAYOUT | ADDS | {"mul", "div", "neg", "reduce_sum", "dot", "loss", "stacked"}
-_ALL = _KNOWN | NONLINEAR | STILL | {"lookup"}
+_LINEAR = LAYOUT | ADDS | {"mul", "div", "neg", "reduce_sum", "dot", "loss", "stacked"}
+_ALL = _LINEAR | NONLINEAR | STILL | {"lookup"}
 
 
 def _scaled(node: Node) -> bool:

@@ -194,7 +194,7 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...] | No
     """
     left, out = list(itertools.chain(*dims))[::-1], []
     for size in shape:
-        taken: list[Atom] = []
+        atoms: list[Atom] = []
         while size > 1:
             if not left:
                 return None
@@ -204,9 +204,9 @@ def regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> tuple[Dim, ...] | No
                     return None
                 atom, rest = atom.cut(size)
                 left.append(rest)
-            taken.append(atom)
+            atoms.append(atom)
             size //= atom.size
-        out.append(tuple(taken))
+        out.append(tuple(atoms))
     return None if left else tuple(out)
 
 

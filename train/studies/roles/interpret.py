@@ -128,10 +128,10 @@ class _Interpreter:
         if node.kind == "derived" and op == "sub" and _same(operands):
             node.kind, node.params = "constant", frozenset()
         if node.kind == "activation" and node.op != "lookup":
-            others = [x for x in operands if x.kind in ("activation", "data")]
+            activations = [x for x in operands if x.kind in ("activation", "data")]
             for x in operands:
                 if x.kind in ("view", "derived"):
-                    graph.use(node, x, others[0])
+                    graph.use(node, x, activations[0])
         return node
 
     def _split(self, params: dict[str, Any], x: Node, outputs: list[Any]) -> list[Node]:

@@ -129,7 +129,7 @@ class Matrices:
         rows = [*use.places(use.node.info["batched"][side])]
         rows += [at for (param, at), kind in use.view.picks if param == use.param and kind == "activation"]
         experts = bool(rows) and same["in_block"]
-        outputs = [at for at in range(len(names)) if at not in (*same["fan_in"], *rows) and self._kept(use, at)]
+        outputs = [at for at in range(len(names)) if at not in (*same["fan_in"], *rows) and self._in_output(use, at)]
         grows = all(names[at] not in FIXED for at in (*same["fan_in"], *outputs))
         nexts = [plain for end, _, plain in ends if flow.matrix(end)]
         reads = [source for source in flow.sources(use.other, through=True) if source.params]
@@ -156,9 +156,9 @@ class Matrices:
             role=Role.HIDDEN, evidence=f"{contracts}; between other matrices, in no part of attention or an MLP", **same
         )
 
-    def _kept(self, use: Use, at: int) -> bool:
-        kept = {place for side in use.node.info["kept"] for atom in side for place in atom.places}
-        return (use.param, at) in kept
+    def _in_output(self, use: Use, at: int) -> bool:
+        places = {place for side in use.node.info["kept"] for atom in side for place in atom.places}
+        return (use.param, at) in places
 
     def _of_attention(self, use: Use) -> list[Fact]:
         """As query, key and value: one fact each that holds."""

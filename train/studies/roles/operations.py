@@ -131,8 +131,8 @@ def layout(graph: Graph, op: str, inputs: Sequence[Node], params: dict[str, Any]
             dims, info = _cut([sliced(*of) for of in ranges])
         case "dynamic_slice":
             starts = [node.info.get("value") for node in inputs[1:]]
-            known = [0 if start is None else start for start in starts]
-            dims, info = _cut([sliced(d, at, at + n) for d, at, n in zip(x.dims, known, shape, strict=True)])
+            offsets = [0 if start is None else start for start in starts]
+            dims, info = _cut([sliced(d, at, at + n) for d, at, n in zip(x.dims, offsets, shape, strict=True)])
             if None in [s for s, d, n in zip(starts, x.shape, shape, strict=True) if d != n]:
                 info = {}
             kind = kind_of(op, [x])
@@ -174,8 +174,8 @@ def _gathered(graph: Graph, inputs: Sequence[Node], params: dict[str, Any], shap
     x, index = inputs[0], inputs[1]
     numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
     gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
-    dims, kept = list(fresh(shape)), [at for at in range(len(x.dims)) if at not in gone]
-    for at, to in zip(kept, numbers.offset_dims, strict=True):
+    dims, axes = list(fresh(shape)), [at for at in range(len(x.dims)) if at not in gone]
+    for at, to in zip(axes, numbers.offset_dims, strict=True):
         dims[to] = x.dims[at] if sizes[at] == x.shape[at] else dims[to]
     rest = [at for at in range(len(shape)) if at not in numbers.offset_dims]
     for at, dim in zip(rest, index.dims[:-1], strict=True):

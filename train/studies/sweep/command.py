@@ -76,20 +76,20 @@ def main(argv: Sequence[str]) -> int:
         UsageError, ConfigError, PresetError: what does not fit, or more points than anyone means.
     """
     args, rest = command_line.parse_known(Sweep, "python -m train sweep", argv)
-    found = points(args, rest)
+    grid = points(args, rest)
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
 
-        tuned.check_name(args.save_tuned, found[0].config.preset.name)
-        if len({point.varied for point in found}) > 1:
+        tuned.check_name(args.save_tuned, grid[0].config.preset.name)
+        if len({point.varied for point in grid}) > 1:
             raise ConfigError(
                 f"--save-tuned {args.save_tuned}: the sweep varied more than rate, seed and size; sweep one choice"
             )
     if args.dry_run:
-        _dry_run(found)
+        _dry_run(grid)
         return 0
-    note_warmup(found[0].config.steps, found[0].config.scaled_optimizer.warmup_steps)
-    return _run(args, found, shlex.join(["python", "-m", "train", "sweep", *argv]))
+    note_warmup(grid[0].config.steps, grid[0].config.scaled_optimizer.warmup_steps)
+    return _run(args, grid, shlex.join(["python", "-m", "train", "sweep", *argv]))
 
 
 def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
@@ -103,7 +103,7 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
     axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
-    found: list[Planned] = []
+    grid: list[Planned] = []
     for choices in itertools.product(*map(_varied, args.vary)):
         words = [word for flag, value in choices for word in (f"--{flag}", value)]
         config = cli.parse(args.recipe, recipe, [*rest, *words], command_line.flags(Sweep)).config
@@ -116,10 +116,10 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
             model = sizes.grown(config.model, axis, size) if axis else config.model
             optimizer = dataclasses.replace(config.optimizer, peak_lr=lr)
             point = dataclasses.replace(config, model=model, seed=config.seed + seed, optimizer=optimizer)
-            found.append(Planned(size, label, f"{axis} {size} {label}".strip() if axis else label, point))
-        if len(found) > MOST_POINTS:
+            grid.append(Planned(size, label, f"{axis} {size} {label}".strip() if axis else label, point))
+        if len(grid) > MOST_POINTS:
             raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
-    return found
+    return grid
 
 
 def _varied(text: str) -> list[tuple[str, str]]:
@@ -132,13 +132,13 @@ def _varied(text: str) -> list[tuple[str, str]]:
     return [(flag, value.strip()) for value in values.split(",")]
 
 
-def _dry_run(found: Sequence[Planned]) -> None:
+def _dry_run(grid: Sequence[Planned]) -> None:
     from mupax.train.studies.sweep.sweep import grouped
 
-    groups = grouped([point.config for point in found], {}).values()
-    terminal.say(f"{len(found)} points in {len(groups)} program{'s' * (len(groups) > 1)}")
+    groups = grouped([point.config for point in grid], {}).values()
+    terminal.say(f"{len(grid)} points in {len(groups)} program{'s' * (len(groups) > 1)}")
     for group in groups:
-        labels, configs = dict.fromkeys(found[i].label for i, _ in group), [found[i].config for i, _ in group]
+        labels, configs = dict.fromkeys(grid[i].label for i, _ in group), [grid[i].config for i, _ in group]
         rates, seeds = sorted({c.optimizer.peak_lr for c in configs}), sorted({c.seed for c in configs})
         terminal.say(
             f"  {', '.join(filter(None, labels)) or configs[0].recipe}: {len(group)} points, "
@@ -147,18 +147,18 @@ def _dry_run(found: Sequence[Planned]) -> None:
         )
 
 
-def _run(args: Sweep, found: Sequence[Planned], command: str) -> int:
+def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     from mupax.train.parallel.signals import StopRequest
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import Table
 
-    folder, configs = Path(args.out or f"runs/sweep-{args.recipe}"), [point.config for point in found]
+    folder, configs = Path(args.out or f"runs/sweep-{args.recipe}"), [point.config for point in grid]
     how, evaluated = args.how, not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
     with terminal.lasting(), StopRequest() as stop:
         stop.defer()
         try:
-            with Table(terminal.console(), [point.label for point in found], metric, _value) as table:
+            with Table(terminal.console(), [point.label for point in grid], metric, _value) as table:
                 rows = sweep.run(
                     configs, folder, watcher=table, how=how, evaluated=evaluated, stop=lambda: stop.received is not None
                 )
@@ -169,30 +169,30 @@ def _run(args: Sweep, found: Sequence[Planned], command: str) -> int:
     best = min(range(len(rows)), key=lambda i: _value(rows[i]))
     print(
         f"lowest {metric}: {_value(rows[best]):.4f}, by",
-        terminal.command(rows[best].command or found[best].label),
+        terminal.command(rows[best].command or grid[best].label),
         sep="\n",
     )
     path = Path(args.json) if args.json else folder / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     points = [
         {"what": p.label, "peak_lr": p.config.optimizer.peak_lr, "seed": p.config.seed, **row.to_json()}
-        for p, row in zip(found, rows, strict=True)
+        for p, row in zip(grid, rows, strict=True)
     ]
     path.write_text(json.dumps({"command": command, "points": points}, indent=1) + "\n")
     terminal.say(f"rows in {path}")
     if len({config.optimizer.peak_lr for config in configs}) > 1 or args.save_tuned:
-        _study(args, found, rows, folder, command)
+        _study(args, grid, rows, folder, command)
     return 0
 
 
-def _study(args: Sweep, found: Sequence[Planned], rows: Sequence[Row], folder: Path, command: str) -> None:
+def _study(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], folder: Path, command: str) -> None:
     """The picture of loss against rate, a note where there is no best rate, and the tuned preset."""
     from mupax.train.studies.transfer import figure, tuned
 
     if args.judge == "evaluation":
         rows = [dataclasses.replace(row, loss=_value(row)) for row in rows]
-    studies = judged(found, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
-    config = found[0].config
+    studies = judged(grid, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
+    config = grid[0].config
     title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
     figure.draw(folder / "sweep.png", studies, title, figure.LOSSES[args.judge])
     terminal.say(f"picture in {folder / 'sweep.png'}")

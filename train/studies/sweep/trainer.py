@@ -93,11 +93,11 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
         return jax.ShapeDtypeStruct((count, *np.shape(leaf)), leaf.dtype, sharding=placed)
 
     abstract, step_inputs = jax.tree.map(stacked, (program.abstract, program.abstract_inputs()))
-    taken: Any = jax.tree.map(lambda leaf: leaf.sharding, (abstract, step_inputs))
+    shardings: Any = jax.tree.map(lambda leaf: leaf.sharding, (abstract, step_inputs))
     feed = program.train_feed().abstract
     one = make_train_step(program.definition, program.tx, config.accumulation_steps, program.layout)
-    mapped, places = jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split), (*taken, program.layout.batch(feed))
-    many = jax.jit(mapped, in_shardings=places, out_shardings=(taken[0], over), donate_argnums=0)
+    mapped, places = jax.vmap(one, in_axes=(0, 0, None), spmd_axis_name=split), (*shardings, program.layout.batch(feed))
+    many = jax.jit(mapped, in_shardings=places, out_shardings=(shardings[0], over), donate_argnums=0)
     compiled = many.lower(abstract, step_inputs, feed).compile(compiler_options=program.compiler_options())
 
     def sums(params: Any, run: StepInputs, batch: Batch) -> Any:
@@ -105,8 +105,8 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
             return batch_sums(program.definition, params, run, batch)
 
     score = jax.jit(jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=split), out_shardings=over)
-    births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=taken[0].params)
-    begins = jax.jit(jax.vmap(program.initializer.state_of), out_shardings=taken[0])
+    births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=shardings[0].params)
+    begins = jax.jit(jax.vmap(program.initializer.state_of), out_shardings=shardings[0])
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         seeds = np.array([point.config.seed for point in points], np.uint32)
@@ -119,7 +119,7 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
         )
         if config.model.centered:
             runs = runs._replace(reference=births(seeds, stds))
-        return begins(births(seeds, stds)), jax.device_put(runs, taken[1])
+        return begins(births(seeds, stds)), jax.device_put(runs, shardings[1])
 
     return Trainer(program, count, abstract, compiled, begin, score if evaluated else None, _bytes(compiled))
 

@@ -29,8 +29,8 @@ def report(
         label: of the studies that it is of.
         command: that was written.
     """
-    found = [_study(one) for one in measured if isinstance(one, Frugal)]
-    for study in found:
+    records = [_study(one) for one in measured if isinstance(one, Frugal)]
+    for study in records:
         terminal.say(f"{study['preset']}, growing {study['axis']}: {study['stopped']}")
         rows = [["size", "best rate", "log2", "known to", "runs"]]
         rows += [
@@ -45,13 +45,13 @@ def report(
         print(terminal.table(rows, left=(), indent=1))
         terminal.say(f"  {study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size")
     path = folder / "frugal.json"
-    path.write_text(json.dumps({**about, "studies": found}, indent=1) + "\n")
+    path.write_text(json.dumps({**about, "studies": records}, indent=1) + "\n")
     terminal.say(f"record in {path}; this search has no verdict on transfer, which --search grid gives")
     if save:
         judged = [(one, analyse(one.study.sizes[:1], [one.curve(0)])) for one in measured if one.study.label == label]
         written, use = tuned.save(save, label, judged[:1], command)
         terminal.say(f"saved {written}; train with --preset {use}")
-    return int(any(size["log2_optimum"] is None for study in found for size in study["sizes"]))
+    return int(any(size["log2_optimum"] is None for study in records for size in study["sizes"]))
 
 
 def _study(one: Frugal) -> dict[str, Any]:

@@ -195,13 +195,13 @@ def _worse(
     for size, before, after in zip(sizes[1:], curves, curves[1:], strict=False):
         for x in np.intersect1d(before.x, after.x):
             small, large = before.losses[before.x == x][0], after.losses[after.x == x][0]
-            both = ~np.isnan(small + large)
+            mask = ~np.isnan(small + large)
             near = abs(x - base.optimum) <= OCTAVE  # never, where the base has no optimum
-            if not near or np.isinf(small[: before.first]).any() or not both.any():
+            if not near or np.isinf(small[: before.first]).any() or not mask.any():
                 continue
             compared += 1
             with np.errstate(invalid="ignore"):  # two seeds that diverged
-                change = large[both] - small[both]
+                change = large[mask] - small[mask]
                 mean, seeds = float(change.mean()), len(change)
             if not np.isfinite(change).all():
                 worse.append((size, float(x), Interval(math.inf, math.inf, math.inf)))

@@ -81,16 +81,16 @@ class Curve:
         mean, best = self.mean, self.x[self.best]
         if not np.isfinite(mean).any():
             return [float(self.x[0]) - step * n for n in range(1, 2 * SIDES + 1)]
-        wanted = []
+        rates = []
         for side in (-1, 1):
             for n in range(1, (SIDES if step <= STEP + 1e-9 else 1) + 1):
                 rate = float(best + side * n * step)
                 measured = mean[np.abs(self.x - rate) <= (UNEVEN - 1) * step + 1e-9]
                 if not len(measured):
-                    wanted.append(rate)
+                    rates.append(rate)
                 elif not np.isfinite(measured).all():
                     break
-        return wanted
+        return rates
 
 
 @dataclasses.dataclass(frozen=True)

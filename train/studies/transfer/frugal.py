@@ -34,7 +34,7 @@ CONTINUED = 0.7
 """Share of the last drift that is expected again."""
 REACH = 1.75
 """Where the weights (tricube) reach zero, in octaves."""
-KNOWN = 4
+PRIOR_DEGREES = 4
 """Degrees of freedom that the smallest size's noise counts for."""
 SMALLEST_NOISE = 1e-4
 """Nats."""
@@ -99,8 +99,8 @@ class Frugal(Measured):
         for seeds, unsure in ((1, ONE_SEED), (2, TWO_SEEDS)):
             centres = set[int]()
             while centre not in centres:
-                wanted: list[Point] = [(at, rate, seed) for rate in self._three(at, centre) for seed in range(seeds)]
-                if missing := [point for point in wanted if point not in self.rows]:
+                points: list[Point] = [(at, rate, seed) for rate in self._three(at, centre) for seed in range(seeds)]
+                if missing := [point for point in points if point not in self.rows]:
                     return missing, None
                 optimum, centres = self._vertex(at, base, expected), centres | {centre}
                 moved = self._nearest(at, optimum.value)
@@ -137,8 +137,8 @@ class Frugal(Measured):
 
     def _vertex(self, at: int, base: Optimum, expected: float) -> Optimum:
         """The fit with priors, its weights centred at the vertex; see the module's text."""
-        seen = [(rate * STEP, seed, self.rows[p].loss) for p in self.rows if p[0] == at for rate, seed in [p[1:]]]
-        x, seed, loss = np.array([each for each in seen if math.isfinite(each[2])], float).reshape(-1, 3).T
+        rows = [(rate * STEP, seed, self.rows[p].loss) for p in self.rows if p[0] == at for rate, seed in [p[1:]]]
+        x, seed, loss = np.array([each for each in rows if math.isfinite(each[2])], float).reshape(-1, 3).T
         seeds = np.unique(seed)
         rates = [r for r in np.unique(x) if (x == r).sum() == len(seeds)]
         own = np.array([[loss[(x == r) & (seed == s)][0] for s in seeds] for r in rates])
@@ -192,7 +192,7 @@ def _noise(losses: np.ndarray, before: float) -> float:
     """Standard deviation of losses [rates, seeds] beside effects of rate and seed, with what was known before as a prior."""
     losses = losses[np.isfinite(losses).all(axis=1)]
     freedom = max(losses.shape[0] - 1, 0) * max(losses.shape[1] - 1, 0)
-    prior = KNOWN if math.isfinite(before) else 0
+    prior = PRIOR_DEGREES if math.isfinite(before) else 0
     if not freedom + prior:
         return SMALLEST_NOISE
     squares = prior * before**2 if prior else 0.0

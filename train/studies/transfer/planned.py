@@ -65,7 +65,7 @@ def shared(studies: Sequence[Study]) -> list[Study]:
     from mupax.train.core.factors import init_stds, resolve
     from mupax.zoo.definition import definition
 
-    seen: list[tuple[Config, list[np.ndarray]]] = []
+    entries: list[tuple[Config, list[np.ndarray]]] = []
 
     def numbers(config: Config) -> list[np.ndarray]:
         """All that a preset decides in a run, and its optimizer; none where it has no rule for this one."""
@@ -78,14 +78,14 @@ def shared(studies: Sequence[Study]) -> list[Study]:
         return [np.asarray(leaf) for leaf in jax.tree.leaves(decided)]
 
     def first(config: Config) -> Config:
-        """The first of `sp`, `seen` and the config itself that trains as it does; is added to `seen`."""
+        """The first of `sp`, `entries` and the config itself that trains as it does; is added to `entries`."""
         plain = dataclasses.replace(config, preset=PresetConfig(name="sp", base=config.preset.base))
         ours = numbers(config)
-        for other, its in [(plain, numbers(plain)), *seen] if ours else ():
+        for other, its in [(plain, numbers(plain)), *entries] if ours else ():
             same_run = dataclasses.replace(other, preset=config.preset, optimizer=config.optimizer) == config
             if same_run and len(ours) == len(its) and all(map(np.array_equal, ours, its)):
                 return other
-        seen.append((config, ours))
+        entries.append((config, ours))
         return config
 
     return [dataclasses.replace(study, trained=tuple(map(first, study.configs))) for study in studies]

@@ -47,8 +47,8 @@ def _comparison(studies: Studies, control: str | None) -> list[dict[str, Any]]:
     compared = []
     for measured, analysis in studies:
         axis, label = measured.study.axis, measured.study.label
-        others = [a for m, a in studies if m.study.label == control != label and m.study.axis == axis]
-        for other in others[:1]:
+        controls = [a for m, a in studies if m.study.label == control != label and m.study.axis == axis]
+        for other in controls[:1]:
             prices = analysis.prices[-1].value, other.prices[-1].value
             bounded = math.isfinite(analysis.drift.half_width) and math.isfinite(other.drift.half_width)
             apart = bounded and not analysis.drift.meets(other.drift.low, other.drift.high)

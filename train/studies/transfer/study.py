@@ -166,11 +166,11 @@ class Measured:
         """The missing rates of the first size that has not all it needs."""
         centre, transferred = round(math.log2(self.study.configs[0].optimizer.peak_lr) / STEP), None
         for at in range(len(self.study.sizes)):
-            curve, wanted = self.curve(at), []
+            curve, rates = self.curve(at), []
             if not len(curve.x):
-                wanted = list(range(centre - SIDES, centre + SIDES + 1))
+                rates = list(range(centre - SIDES, centre + SIDES + 1))
             elif len(curve.x) < MOST_RATES and (missing := curve.missing()):
-                wanted = [round(x / STEP) for x in missing]
+                rates = [round(x / STEP) for x in missing]
             else:
                 fitted = fit(curve, self.first)
                 if not fitted.trouble:
@@ -180,11 +180,11 @@ class Measured:
                 if at == 0:
                     transferred = None if fitted.trouble else fitted.optimum / STEP
                 elif transferred is not None:
-                    wanted = [math.floor(transferred), math.ceil(transferred)]
+                    rates = [math.floor(transferred), math.ceil(transferred)]
             if at in self.chosen:
-                wanted += [round(x / STEP) for x in curve.x[curve.window()]]
-            wanted = [(rate, seed) for rate in dict.fromkeys(wanted) for seed in range(self._first(at))]
-            if points := [(at, *point) for point in wanted if (at, *point) not in self.rows]:
+                rates += [round(x / STEP) for x in curve.x[curve.window()]]
+            pairs = [(rate, seed) for rate in dict.fromkeys(rates) for seed in range(self._first(at))]
+            if points := [(at, *point) for point in pairs if (at, *point) not in self.rows]:
                 return points
         return []
 
@@ -234,14 +234,14 @@ def measure(
         kind: what asks for points.
     """
     every = [kind(study, seeds) for study in studies]
-    while asked := [(measured, point) for measured in every for point in measured.wanted(max_seeds, minutes)]:
+    while requests := [(measured, point) for measured in every for point in measured.wanted(max_seeds, minutes)]:
         groups: dict[str, list[Point]] = {}
-        for measured, point in asked:
+        for measured, point in requests:
             name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
             groups.setdefault(name, []).append(point)
         counts = {name: [len(set(column)) for column in zip(*points, strict=True)] for name, points in groups.items()}
         tell("; ".join(f"{name}: {rates} rates, {each} seeds" for name, (_, rates, each) in counts.items()))
-        rows = run([measured.study.config(point) for measured, point in asked])
-        for (measured, point), row in zip(asked, rows, strict=True):
+        rows = run([measured.study.config(point) for measured, point in requests])
+        for (measured, point), row in zip(requests, rows, strict=True):
             measured.rows[point] = row
     return every

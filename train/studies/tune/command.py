@@ -147,13 +147,13 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
             name = stop.received.name if stop.received else "a signal"
             terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
             return stop.exit_code
-    found = report.summary(search, command)
+    content = report.summary(search, command)
     path = Path(args.json) if args.json else folder / "tune.json"
-    picture = report.write(folder, path, search, found)
-    print(report.told(found, metric))
+    picture = report.write(folder, path, search, content)
+    print(report.told(content, metric))
     terminal.say(f"record in {path}, picture in {picture}")
     if args.save_tuned:
-        saved, word = report.save(args.save_tuned, search, found, command)
+        saved, word = report.save(args.save_tuned, search, content, command)
         terminal.say(f"tuned preset in {saved}; use it with --preset {word}")
     return 0
 

@@ -114,8 +114,8 @@ def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
         raise ConfigError(
             "--over names nothing; write constants with commas, as --over lr,readout.lr,weight_decay=0.01:1"
         )
-    known = vocabulary(config)
-    constants = tuple(_constant(word, known, config) for word in words)
+    by_word = vocabulary(config)
+    constants = tuple(_constant(word, by_word, config) for word in words)
     flags = [constant.flag for constant in constants]
     for first, second in ((a, b) for i, a in enumerate(constants) for b in constants[:i] if a.flag == b.flag):
         raise ConfigError(f"--over: {second.word} and {first.word} are both --{first.flag}; write one of them")
@@ -127,12 +127,12 @@ def parse(words: Sequence[str], config: Config) -> tuple[Constant, ...]:
 
 def vocabulary(config: Config) -> dict[str, str]:
     """Every word that a search over this run can have, to its flag."""
-    known: dict[str, str] = {}
+    flags: dict[str, str] = {}
     for name in (*_EVERY_OPTIMIZER, *sorted(OPTIMIZERS[config.optimizer.name].reads - {"decay"})):
-        known |= {name: f"optimizer.{name}", f"optimizer.{name}": f"optimizer.{name}"}
+        flags |= {name: f"optimizer.{name}", f"optimizer.{name}": f"optimizer.{name}"}
     for name in inspect.signature(PRESETS[config.preset.name]).parameters if config.preset.name in PRESETS else ():
         if name in FACTORS:
-            known[name] = f"preset.{name}"
+            flags[name] = f"preset.{name}"
     specs = {spec.group: spec for spec in config.model.parameters().values()}
     tied = [config.model.tied_readout] if config.model.tied_readout else []
     specs |= {spec.group: spec for spec in tied}
@@ -146,8 +146,8 @@ def vocabulary(config: Config) -> dict[str, str]:
             except PresetError:  # a number that this group does not have
                 continue
             for name in sorted(names(spec) | ({"embedding"} if spec.role is read_in else set())):
-                known[f"{name}.{suffix}"] = known[f"{column}.{name}"] = f"preset.{constant}"
-    return known | {alias: known[name] for alias, name in ALIASES.items() if name in known}
+                flags[f"{name}.{suffix}"] = flags[f"{column}.{name}"] = f"preset.{constant}"
+    return flags | {alias: flags[name] for alias, name in ALIASES.items() if name in flags}
 
 
 def applied(config: Config, constants: Sequence[Constant], point: Point) -> Config:
@@ -180,20 +180,20 @@ def applied(config: Config, constants: Sequence[Constant], point: Point) -> Conf
     )
 
 
-def _constant(text: str, known: Mapping[str, str], config: Config) -> Constant:
+def _constant(text: str, by_word: Mapping[str, str], config: Config) -> Constant:
     word, equals, span = (part.strip() for part in text.partition("="))
     name = word.lstrip("-").replace("-", "_")
-    name = name if name in known else name.removeprefix("preset.")
-    if name not in known:
+    name = name if name in by_word else name.removeprefix("preset.")
+    if name not in by_word:
         if (constant := ALIASES.get(name, name)) in FACTORS:
-            others = [n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters]
+            owners = [n for n, make in PRESETS.items() if constant in inspect.signature(make).parameters]
             raise ConfigError(
-                f"--over {word}: {config.preset.name} has no constant {constant}; {', '.join(others)} have it"
+                f"--over {word}: {config.preset.name} has no constant {constant}; {', '.join(owners)} have it"
             )
         raise ConfigError(
-            f"--over {word}: no number of this run has that name; did you mean {_nearest(name, known)!r}?"
+            f"--over {word}: no number of this run has that name; did you mean {_nearest(name, by_word)!r}?"
         )
-    flag = known[name]
+    flag = by_word[name]
     start = _start(flag, config)
     if equals:
         low, high = grids.span(span)
@@ -229,5 +229,5 @@ def _start(flag: str, config: Config) -> float:
     return float(inspect.signature(PRESETS[preset.name]).parameters[name].default if value is None else value)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(name, [*known], n=1, cutoff=0)[0]
+def _nearest(name: str, words: Iterable[str]) -> str:
+    return difflib.get_close_matches(name, [*words], n=1, cutoff=0)[0]

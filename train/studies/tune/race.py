@@ -76,10 +76,10 @@ def race(losses: np.ndarray, looks: int, error: float = ERROR) -> Race:
     critical = math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - error / looks)) if freedom else math.inf
     dropped = np.where(diverged, np.arange(len(losses)), -1)
     if freedom:
-        both = used[:, None] & used[None]  # [P, P, S]
-        count = both.sum(axis=2)
+        pairs = used[:, None] & used[None]  # [P, P, S]
+        count = pairs.sum(axis=2)
         values = np.where(used, losses, 0.0)
-        worse = ((values[:, None] - values[None]) * both).sum(axis=2) / np.sqrt(np.maximum(count, 1))  # mean * sqrt(n)
+        worse = ((values[:, None] - values[None]) * pairs).sum(axis=2) / np.sqrt(np.maximum(count, 1))  # mean * sqrt(n)
         beaten = (worse > critical).any(axis=1)
         dropped = np.where(beaten, worse.argmax(axis=1), dropped)
     return Race(means, dropped, sigma, freedom, critical)

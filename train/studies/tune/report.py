@@ -73,25 +73,25 @@ def summary(search: Search, command: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def told(found: dict[str, Any], metric: str) -> str:
+def told(content: dict[str, Any], metric: str) -> str:
     """The result in lines, none wider than the terminal but for commands.
 
     Args:
-        found: of `summary`.
+        content: of `summary`.
         metric: what a loss is.
     """
-    parts = ", ".join(f"{c['word']} {c['importance']:.0%}" for c in sorted(found["constants"], key=_by_importance))
-    apart, noise = found["winner_less_start"], found["noise"]["sigma"]
+    parts = ", ".join(f"{c['word']} {c['importance']:.0%}" for c in sorted(content["constants"], key=_by_importance))
+    apart, noise = content["winner_less_start"], content["noise"]["sigma"]
     lines = [
-        f"{len(found['points'])} points in {found['runs']} runs, {found['runs'] / found['runs_without_dropping']:.2f} of "
-        f"all seeds; ended: {found['stopped']}",
+        f"{len(content['points'])} points in {content['runs']} runs, {content['runs'] / content['runs_without_dropping']:.2f} of "
+        f"all seeds; ended: {content['stopped']}",
         f"importance: {parts}",
-        *_ends(found),
+        *_ends(content),
         f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
     ]
-    if all(c["winner"] == c["start"] for c in found["constants"]):
+    if all(c["winner"] == c["start"] for c in content["constants"]):
         return "\n".join(map(wrapped, [*lines, "nothing better than the start was found"]))
-    winner, start = found["fresh_seeds"]["winner"], found["fresh_seeds"]["start"]
+    winner, start = content["fresh_seeds"]["winner"], content["fresh_seeds"]["start"]
     if apart is not None:
         verdict = "better" if apart["high"] < 0 else "worse" if apart["low"] > 0 else "not told apart"
         interval = f"{apart['value']:+.4f} [{apart['low']:+.4f}, {apart['high']:+.4f}]"
@@ -102,22 +102,22 @@ def told(found: dict[str, Any], metric: str) -> str:
         )
     else:
         lines.append("the winner has met the start on no fresh seeds; --confirm 5 trains them")
-    return "\n".join([*map(wrapped, lines), "train it with", command(found["winner"])])
+    return "\n".join([*map(wrapped, lines), "train it with", command(content["winner"])])
 
 
-def write(folder: Path, path: Path, search: Search, found: dict[str, Any]) -> Path:
+def write(folder: Path, path: Path, search: Search, content: dict[str, Any]) -> Path:
     """Write record and picture, and give the picture's path.
 
     Args:
         folder: for the picture.
         path: of the record.
         search: that is over.
-        found: its `summary`.
+        content: its `summary`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n")
     picture = folder / "tune.png"
-    draw(picture, search, [constant["importance"] for constant in found["constants"]])
+    draw(picture, search, [constant["importance"] for constant in content["constants"]])
     return picture
 
 
@@ -162,13 +162,13 @@ def draw(path: Path, search: Search, shares: list[float]) -> None:
     figure.savefig(path, dpi=130)
 
 
-def save(name: str, search: Search, found: dict[str, Any], command: str) -> tuple[Path, str]:
+def save(name: str, search: Search, content: dict[str, Any], command: str) -> tuple[Path, str]:
     """Write the winner as a tuned preset, and give its path and what `--preset` takes.
 
     Args:
         name: of it, or the path of a file PRESET.NAME.json.
         search: that is over.
-        found: its `summary`.
+        content: its `summary`.
         command: that was written.
     """
     standing, config = search.race(), search.config_of((search.winner, 0))
@@ -185,13 +185,13 @@ def save(name: str, search: Search, found: dict[str, Any], command: str) -> tupl
         "search": {
             "constants": [
                 {key: c[key] for key in ("word", "flag", "low", "high", "start", "winner", "importance")}
-                for c in found["constants"]
+                for c in content["constants"]
             ],
-            "runs": found["runs"],
+            "runs": content["runs"],
             "minutes": search.limits.minutes,
-            "train_seconds": found["train_seconds"],
+            "train_seconds": content["train_seconds"],
             "fresh_seeds": search.limits.confirm,
-            "winner_less_start": found["winner_less_start"] or {"value": None, "low": None, "high": None},
+            "winner_less_start": content["winner_less_start"] or {"value": None, "low": None, "high": None},
         },
     }
     return tuned.write(name, config, config.optimizer.peak_lr, evidence, command)
@@ -208,11 +208,11 @@ def _loss(search: Search, point: Any, seed: int) -> float | None:
     return None if row is None or row.diverged else row.loss if row.eval_loss is None else row.eval_loss
 
 
-def _ends(found: dict[str, Any]) -> list[str]:
+def _ends(content: dict[str, Any]) -> list[str]:
     """A line where the winner has a number from the end of a range: the best may lie beyond."""
     ends = [
         f"{c['word']} {c['winner']:.4g}"
-        for c in found["constants"]
+        for c in content["constants"]
         if min(abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0 for end in ("low", "high")) <= 2 / STEPS
     ]
     return [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"] if ends else []

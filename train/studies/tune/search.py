@@ -117,7 +117,7 @@ class Search:
         half = float(stdtrit(len(each) - 1, 0.975) * each.std(ddof=1) / math.sqrt(len(each)))
         return Interval(float(each.mean()), float(each.mean()) - half, float(each.mean()) + half)
 
-    def wanted(self) -> list[Run]:
+    def next_runs(self) -> list[Run]:
         """Runs to train next; none when the search is over, and then `stopped` says why."""
         if not self.stopped and (runs := self._next()):
             mean = self.seconds / max(len(self.rows), 1)
@@ -140,13 +140,13 @@ class Search:
         if (left := self.limits.points - len(self.points)) <= 0:
             self.stopped = f"all {self.limits.points} points are tried"
             return []
-        asked = self._asked(min(left, self.limits.batch))
-        if not asked:
+        points = self._new_points(min(left, self.limits.batch))
+        if not points:
             self.stopped = "every point of the ranges is tried"
-        self.points += asked
-        return [(point, 0) for point in asked]
+        self.points += points
+        return [(point, 0) for point in points]
 
-    def _asked(self, count: int) -> list[Point]:
+    def _new_points(self, count: int) -> list[Point]:
         """New points: the start, then spread ones, then those of the surrogate."""
         first = [] if self.points else [self.start]
         tried = len(self.points) + len(first)
@@ -169,7 +169,7 @@ def measure(search: Search, run: Runner, watch: Callable[[Search, Sequence[Run]]
         run: trains runs, or has their rows from before.
         watch: called before each round with the search and what it will train.
     """
-    while runs := search.wanted():
+    while runs := search.next_runs():
         watch(search, runs)
         for each, row in zip(runs, run([search.config_of(each) for each in runs]), strict=True):
             search.rows[each] = row

@@ -58,7 +58,7 @@ def ask(
     rng = np.random.default_rng([seed, len(points)])
     unit, values = _unit(constants, points), squashed(losses)
     process = fitted(unit, values)
-    tried, asked = set(points), list[Point]()
+    tried, proposals = set(points), list[Point]()
     for _ in range(count):
         best = unit[np.argsort(values, kind="stable")[:NEAREST]]
         near = best[rng.integers(0, len(best), CANDIDATES)]
@@ -70,11 +70,11 @@ def ask(
         if (point := next(chosen, None)) is None:
             break  # every point of the grid is tried
         tried.add(point)
-        asked.append(point)
+        proposals.append(point)
         at = _unit(constants, [point])
         unit, values = np.concatenate([unit, at]), np.concatenate([values, process.predict(at)])
         process = fitted(unit, values, process)
-    return asked
+    return proposals
 
 
 def importance(constants: Sequence[Constant], points: Sequence[Point], losses: np.ndarray) -> list[float]:

@@ -155,8 +155,8 @@ def test_what_cannot_be_forecast_is_refused_before_training(
 @pytest.mark.core
 def test_a_run_of_another_optimizer_names_what_differs():
     config = parse("lm-tiny", recipe("lm-tiny"), ["--optimizer.b2", "0.9"]).config
-    assert [name for name, *_ in points.others(config, recipe("lm-tiny")())] == ["optimizer.b2"]
-    assert not points.others(config, config)
+    assert [name for name, *_ in points.field_differences(config, recipe("lm-tiny")())] == ["optimizer.b2"]
+    assert not points.field_differences(config, config)
     assert to_json(config)
     with pytest.raises(ConfigError, match="different whole numbers"):
         transfer_command.execute(*parse_known(Transfer, "p", ["lm-tiny", "--grow", "depth=2,2"]), "c")
