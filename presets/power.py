@@ -145,5 +145,5 @@ def at_most_one(power: Power) -> Power:
 
 
 def changed(**constants: tuple[float | str | None, float | str | None]) -> dict[str, float | str]:
-    """Constants that are not their defaults, each (value, default), as `Preset.given` has them."""
+    """Constants that are not their defaults, each (value, default), as `Preset.choices` has them."""
     return {name: value for name, (value, default) in constants.items() if value is not None and value != default}

@@ -45,7 +45,7 @@ class Preset:
         key_as_query: keys start as the queries' matrix (`choices`: key_start).
         muon_rms: entries of Muon's steps are 0.2 at the base, in place of their spectral norm 1 (`choices`: muon_scale).
         constants: of parameter groups (`constants`): COLUMN.GROUP to a factor.
-        given: all constants this preset was made with, for printing.
+        choices: all constants this preset was made with, for printing.
         warnings: what its source chose that a user should know, one sentence each.
         vanishing: what the source lets vanish as sizes grow, and how fast (`mupax.presets.analysis.health` judges by it):
             "features" (a lazy limit), "attention" (logits at initialization: heads collapse), "movement/GROUP" or "eps/GROUP".
@@ -66,7 +66,7 @@ class Preset:
     key_as_query: bool = False
     muon_rms: bool = False
     constants: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    given: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    choices: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     vanishing: Mapping[str, Power] = dataclasses.field(default_factory=dict)
     uneven: bool = False
@@ -265,7 +265,7 @@ class Preset:
             ratio = m[above] / m[below]
             if abs(ratio - 1) > 0.01:
                 cautions.append(f"{above}/{below} is {ratio:.3g} times the base's; transfer is not proved")
-        alpha_a, family = self.given.get("alpha_a", 1.0), self.family(optimizer)
+        alpha_a, family = self.choices.get("alpha_a", 1.0), self.family(optimizer)
         if isinstance(alpha_a, float) and alpha_a < 1 and m["head_dim"] > 1 and family == "sgd":
             cautions.append(
                 f"SGD has no stable limit in head_dim at alpha_a={alpha_a:g}: q, k gradients grow once they align"
@@ -277,7 +277,7 @@ class Preset:
     @property
     def label(self) -> str:
         """Name and the constants that are not its defaults."""
-        constants = (f" {k}={v:g}" if isinstance(v, float) else f" {k}={v}" for k, v in self.given.items())
+        constants = (f" {k}={v:g}" if isinstance(v, float) else f" {k}={v}" for k, v in self.choices.items())
         return self.name + "".join(constants)
 
     def describe(self) -> str:

@@ -127,7 +127,7 @@ def goldens() -> Iterator[tuple[str, str]]:
         for optimizer in OPTIMIZERS:
             dense = [choice for choice in choices.CHOICES if choice.constant != "experts"]
             named = [_relative(c.presets[0], base, **{c.constant: c.value}) for c in dense]
-            other = [preset for preset, c in zip(named, dense, strict=True) if c.constant in preset.given]
+            other = [preset for preset, c in zip(named, dense, strict=True) if c.constant in preset.choices]
             texts = [
                 golden(preset, specs, sizes, optimizer, stacks) for preset in other if optimizer in preset.optimizers
             ]

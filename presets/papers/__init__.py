@@ -90,7 +90,9 @@ def make(preset: str, constants: Mapping[str, Any]) -> Preset:
         checked[name] = str(value) if words else _number(preset, name, value, parameters[name].default)
     listed(preset, **checked)
     absolute = PRESETS[preset](**checked)
-    return dataclasses.replace(absolute, constants=groups, given={**absolute.given, **groups}) if groups else absolute
+    return (
+        dataclasses.replace(absolute, constants=groups, choices={**absolute.choices, **groups}) if groups else absolute
+    )
 
 
 def _number(preset: str, name: str, value: Any, default: Any) -> float:

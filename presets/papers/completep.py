@@ -73,7 +73,9 @@ def completep(
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
     vanishing = {**family.vanishing, **{f"eps/{group}": power for group, power in _UNSCALED[eps_scope].items()}}
     warnings = (drift,) if drifts else ()
-    return dataclasses.replace(family, rule=rule, given=constants, warnings=warnings, vanishing=vanishing, uneven=False)
+    return dataclasses.replace(
+        family, rule=rule, choices=constants, warnings=warnings, vanishing=vanishing, uneven=False
+    )
 
 
 def _eps(spec: ParamSpec, of_family: Power, alpha_l: float, scope: str) -> Power:

@@ -213,7 +213,7 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
         branch=constants.beta0 * (L**-alpha_l if alpha_l is not None else ONE),
         muon_rms=constants.muon_scale == "rms",
         key_as_query=constants.key_start == "query",
-        given=powers | changed(**pairs),
+        choices=powers | changed(**pairs),
         vanishing={
             **({} if constants.key_start == "query" else {"attention": N ** (0.5 - alpha_a)}),
             "movement/token_embedding": D**embedding_width,

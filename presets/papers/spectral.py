@@ -46,6 +46,6 @@ def spectral(*, kv_norm: str = "operator") -> Preset:
         rule=rule,
         logits=N**-1,
         no_rule={"lion": "the paper has no rule for sign updates"},
-        given=changed(kv_norm=(kv_norm, "operator")),
+        choices=changed(kv_norm=(kv_norm, "operator")),
         vanishing={"attention": N**-0.5},
     )

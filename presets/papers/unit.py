@@ -80,7 +80,7 @@ def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponen
         no_rule=dict.fromkeys(("sgd", "muon", "lion"), "the paper has Adam only"),
         baseless=True,
         vanishing={"attention": N**-0.5} | {f"movement/{role.value}": D**embedding_exponent for role in EMBEDDINGS},
-        given=changed(
+        choices=changed(
             alpha_res=(alpha_res, 1.0), alpha_ratio=(alpha_ratio, 1.0), embedding_exponent=(embedding_exponent, -0.5)
         ),
     )

@@ -141,7 +141,7 @@ def measured(table: Table) -> Measured:
         logits=ONE,
         no_rule={other.family: why for other in OPTIMIZERS.values() if other.family != family},
         baseless=True,
-        given={"optimizer": table.optimizer},
+        choices={"optimizer": table.optimizer},
         table=table,
     )
 

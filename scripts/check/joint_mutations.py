@@ -76,20 +76,20 @@ class Suite:
         config = cli.parse("lm-tiny", RECIPES["lm-tiny"], ["--joint", rule, *words]).config
         self.runs = joint_run.runs(config, grows, sizes)
         self.expected = joint_run.expectation(self.runs, grows)
-        self.seen = [self._observe(k) for k in range(sizes)]
+        self.observations = [self._observe(k) for k in range(sizes)]
 
     def _observe(self, k: int) -> dict[str, float]:
         return joint_run.observe(self.runs[k], 2.0**k if self.grows == "batch" else 1.0, self._programs)
 
     def right(self) -> list[Finding]:
         """The right rule itself, judged: the control, which must pass."""
-        return joint_run.judged(self.seen, self.expected)
+        return joint_run.judged(self.observations, self.expected)
 
     def run(self, mutant: Mutant) -> list[Finding]:
         """What the check says of a wrong rule's runs; at the base it is the right one."""
         with mock.patch.dict(horizon.RULES, {mutant.rule: mutant.of()}):
-            observations = [self.seen[0], *(self._observe(k) for k in range(1, len(self.runs)))]
-        return joint_run.judged(observations, self.expected)
+            grown = [self.observations[0], *(self._observe(k) for k in range(1, len(self.runs)))]
+        return joint_run.judged(grown, self.expected)
 
 
 def row(mutant: Mutant, findings: list[Finding]) -> dict[str, Any]:

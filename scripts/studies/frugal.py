@@ -114,7 +114,7 @@ def replay(one: Recorded, order: Sequence[int], seeds: int = SEEDS, *, plain: bo
         search.rows = {p: one.rows[p[0], p[1], order[p[2]]] for p in all_points if p[2] < seeds}
         optima = [fit(search.curve(at), seeds).optimum for at in range(len(one.cost))]
     else:
-        while points := search.wanted(seeds, math.inf):
+        while points := search.next_points(seeds, math.inf):
             search.rows |= {(at, rate, seed): one.rows[at, rate, order[seed]] for at, rate, seed in points}
         optima = [optimum.value for optimum in search.state()[1]]
     cost = sum(one.cost[at] for at, _, _ in search.rows) / sum(one.cost[at] for at, _, _ in one.rows)

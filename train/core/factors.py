@@ -156,7 +156,7 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
 
         refuse_uneven(preset, definition.sizes, config.name)
     decays = config.weight_decay != 0 and "weight_decay" in OPTIMIZERS[config.name].reads
-    if not decays or {"decay", "decay_width"} & set(preset.given) or preset.name == "measured":
+    if not decays or {"decay", "decay_width"} & set(preset.choices) or preset.name == "measured":
         return
     for name, decay in factors.weight_decay.items():
         pull = decay * factors.lr[name] if config.decay == "coupled" else decay

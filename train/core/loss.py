@@ -74,7 +74,9 @@ def cross_entropy(
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
         return of_logits(logits, targets, weights, labels, z_loss)
-    plan = dataclasses.replace(plan, by_vocab=way.kind == "vocab", exp_parts=way.kept if reading.cap is None else 0)
+    plan = dataclasses.replace(
+        plan, by_vocab=way.kind == "vocab", exp_parts=way.exp_parts if reading.cap is None else 0
+    )
     return _in_parts(plan, _Inputs(reading, reference, targets, jax.lax.stop_gradient(weights), z_loss))
 
 

@@ -146,7 +146,7 @@ class Compiled:
         way, work = memory.loss(config, definition, layout), memory.work(config, definition, layout)
         ways = losses.options(work) if config.model.compute.cross_entropy == "auto" else []
         above = {one.kind: losses.above(work, one) for one in ways}
-        return {"kind": way.kind, "parts": way.parts, "kept": way.kept, "raises_peak_by": above}
+        return {"kind": way.kind, "parts": way.parts, "kept": way.exp_parts, "raises_peak_by": above}
 
     def report(self) -> dict[str, Any]:
         """Everything as JSON."""

@@ -75,7 +75,9 @@ class Ends(nnx.Module):
         if self.relative_bias is None:
             return None
         count, longest = self.config.distance_buckets, self.config.longest_distance
-        row_TS = relative.buckets(queries, keys, count=count, longest=longest, both=self.bidirectional, start=start)
+        row_TS = relative.buckets(
+            queries, keys, count=count, longest=longest, bidirectional=self.bidirectional, start=start
+        )
         return relative.bias(self.relative_bias[...], row_TS)
 
 

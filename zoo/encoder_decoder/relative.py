@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 
-def buckets(queries: int, keys: int, *, count: int, longest: int, both: bool, start: jax.Array | int = 0) -> jax.Array:
+def buckets(
+    queries: int, keys: int, *, count: int, longest: int, bidirectional: bool, start: jax.Array | int = 0
+) -> jax.Array:
     """The row of a table for every pair, int32 [T, S].
 
     Distances below half of a direction's rows have one each; further ones share rows on a logarithmic scale up to `longest`.
@@ -21,13 +23,13 @@ def buckets(queries: int, keys: int, *, count: int, longest: int, both: bool, st
         keys: S, from position 0.
         count: rows, K.
         longest: distance from which all share the last row.
-        both: whether keys after a query have rows of their own, half of them; else they are as at distance 0.
+        bidirectional: whether keys after a query have rows of their own, half of them; else they are as at distance 0.
         start: position of the first query.
     """
     after_TS = jnp.arange(keys)[None, :] - (start + jnp.arange(queries))[:, None]
-    first_TS = jnp.where(after_TS > 0, count // 2, 0) if both else jnp.zeros_like(after_TS)
-    rows = count // 2 if both else count
-    distance_TS = jnp.abs(after_TS) if both else jnp.maximum(-after_TS, 0)
+    first_TS = jnp.where(after_TS > 0, count // 2, 0) if bidirectional else jnp.zeros_like(after_TS)
+    rows = count // 2 if bidirectional else count
+    distance_TS = jnp.abs(after_TS) if bidirectional else jnp.maximum(-after_TS, 0)
     exact = rows // 2
     share_TS = jnp.log(jnp.maximum(distance_TS, exact).astype(jnp.float32) / exact) / math.log(longest / exact)
     far_TS = jnp.minimum(exact + (share_TS * (rows - exact)).astype(jnp.int32), rows - 1)

@@ -56,7 +56,7 @@ def test_every_constant_that_is_listed_is_one_and_its_default_is_listed():
             default = inspect.signature(PRESETS[name]).parameters[choice.constant].default
             assert default in [other.value for other in choices.of(name, choice.constant)]
             preset = presets.get(name, **{choice.constant: choice.value})
-            assert preset.given.get(choice.constant, default) == choice.value
+            assert preset.choices.get(choice.constant, default) == choice.value
             assert choice.rule
             assert choice.source
 

@@ -119,9 +119,9 @@ def test_a_name_that_is_none(mine: tuned.Tuned, tmp_path: Path):
 
 def test_a_preset_has_its_base_and_constants(mine: tuned.Tuned):
     preset = presets.get("depth-mup:mine-v1")
-    assert (preset.name, preset.base, preset.given["alpha_l"], preset.given["c_a"]) == ("depth-mup", BASE, 1.0, 0.5)
+    assert (preset.name, preset.base, preset.choices["alpha_l"], preset.choices["c_a"]) == ("depth-mup", BASE, 1.0, 0.5)
     other = presets.get("depth-mup:mine-v1", base={"embed": 8}, alpha_l=0.5)
-    assert (other.base, other.given["alpha_l"], other.given["c_a"]) == ({"embed": 8}, 0.5, 0.5)
+    assert (other.base, other.choices["alpha_l"], other.choices["c_a"]) == ({"embed": 8}, 0.5, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -153,8 +153,8 @@ def test_every_other_constant_of_a_preset_has_a_way(capsys: Capture) -> None:
     config = printed(
         capsys, "lm-tiny", "--preset", "completep", "--preset.constants", "eps-scope=everywhere", "alpha_l=0.75"
     )
-    assert preset_of(config).given == {"eps_scope": "everywhere", "alpha_l": 0.75}
-    assert preset_of(from_json(json.loads(json.dumps(to_json(config))))).given == preset_of(config).given
+    assert preset_of(config).choices == {"eps_scope": "everywhere", "alpha_l": 0.75}
+    assert preset_of(from_json(json.loads(json.dumps(to_json(config))))).choices == preset_of(config).choices
 
 
 def test_model_fields_are_checked_again(capsys: Capture) -> None:

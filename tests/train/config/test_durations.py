@@ -17,7 +17,7 @@ pytestmark = pytest.mark.core
 
 Capture = pytest.CaptureFixture[str]
 BASE = ("lm-tiny", "--preset.base", "lm-proxy,batch=8,tokens=819200", "--joint", "sde", "--optimizer.b1", "0.95")
-BOTH = ("--optimizer.warmup-tokens", "102.4k", "--optimizer.decay-timescale", "0.25")
+FLAGS = ("--optimizer.warmup-tokens", "102.4k", "--optimizer.decay-timescale", "0.25")
 
 
 def tau(config: Config) -> float:
@@ -28,7 +28,7 @@ def tau(config: Config) -> float:
 
 @pytest.mark.parametrize("decay", ["coupled", "independent"])
 def test_they_become_steps_and_weight_decay(decay: str, capsys: Capture):
-    config = printed(capsys, "lm-tiny", *BOTH, "--optimizer.decay", decay)
+    config = printed(capsys, "lm-tiny", *FLAGS, "--optimizer.decay", decay)
     assert config.optimizer.warmup_steps == 50  # of 16 x 128 tokens
     expected = {"independent": 1 / (0.25 * 800), "coupled": 1 / (0.25 * 800 * config.optimizer.peak_lr)}
     assert config.optimizer.weight_decay == pytest.approx(expected[decay])
@@ -37,12 +37,12 @@ def test_they_become_steps_and_weight_decay(decay: str, capsys: Capture):
     opt = config.optimizer
     plain = ("--optimizer.warmup-steps", "50", "--optimizer.weight-decay", repr(opt.weight_decay))
     assert printed(capsys, "lm-tiny", *plain, "--optimizer.decay", decay) == config
-    assert printed(capsys, "lm-tiny", *BOTH, "--optimizer.decay", decay, "--resume").optimizer == opt
+    assert printed(capsys, "lm-tiny", *FLAGS, "--optimizer.decay", decay, "--resume").optimizer == opt
 
 
 def test_a_run_that_goes_on_for_longer_says_that_its_decay_changes(capsys: Capture):
-    short = printed(capsys, "lm-tiny", *BOTH)
-    longer = printed(capsys, "lm-tiny", *BOTH, "--steps", "1600", "--resume")
+    short = printed(capsys, "lm-tiny", *FLAGS)
+    longer = printed(capsys, "lm-tiny", *FLAGS, "--steps", "1600", "--resume")
     assert tau(longer) == pytest.approx(0.25) == tau(short)
     decay, steps = sorted(changes(to_json(short), longer))
     assert re.fullmatch(r"optimizer\.weight_decay (\S+) -> (\S+)", decay)
@@ -69,7 +69,7 @@ def test_warm_up_of_images_is_in_images(capsys: Capture):
 
 @pytest.mark.parametrize("decay", ["coupled", "independent"])
 def test_under_sde_tokens_of_warm_up_and_timescale_stay_as_the_batch_grows(decay: str, capsys: Capture):
-    durations = ("--optimizer.warmup-tokens", "81.92k", *BOTH[2:])
+    durations = ("--optimizer.warmup-tokens", "81.92k", *FLAGS[2:])
     for batch in (8, 64):
         flags = ("--optimizer.decay", decay, "--data.batch-size", str(batch), "--steps", str(6400 // batch))
         config = printed(capsys, *BASE, *durations, *flags)
@@ -84,8 +84,8 @@ def test_under_sde_tokens_of_warm_up_and_timescale_stay_as_the_batch_grows(decay
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ((*BOTH, "--optimizer.warmup-steps", "3"), "warmup-tokens and --optimizer.warmup-steps are one number"),
-        ((*BOTH, "--optimizer.weight_decay=0.1"), "decay-timescale and --optimizer.weight-decay are one number"),
+        ((*FLAGS, "--optimizer.warmup-steps", "3"), "warmup-tokens and --optimizer.warmup-steps are one number"),
+        ((*FLAGS, "--optimizer.weight_decay=0.1"), "decay-timescale and --optimizer.weight-decay are one number"),
         (("--optimizer.warmup-tokens", "2m"), "--optimizer.warmup-tokens 2m is more than the 1,638,400 of the run"),
         (("--optimizer.warmup-tokens", "many"), "--optimizer.warmup-tokens is many; write a number such as"),
         (("--optimizer.decay-timescale", "0"), "decay-timescale is 0; write a share of the run above 0"),
@@ -105,5 +105,5 @@ def test_the_bases_run_bounds_warm_up_under_a_joint_rule(capsys: Capture):
 
 
 def test_a_plan_whose_steps_come_from_its_tokens_takes_neither(capsys: Capture):
-    assert main(["plan", "lm-tiny", "--tokens", "10m", *BOTH[2:]]) == 2
+    assert main(["plan", "lm-tiny", "--tokens", "10m", *FLAGS[2:]]) == 2
     assert "write --steps N in place of --tokens" in " ".join(capsys.readouterr().err.split())

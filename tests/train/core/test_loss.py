@@ -175,12 +175,12 @@ def test_logits_whose_exponentials_have_no_room_are_computed_again(sizes: dict[s
     layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
     expected, computed = at_once(), {}
     work = losses.Work(B * T // 8, V, D, 4, "cpu", layout.kind)
-    least = losses.way(work, "vocab", kept=0).bytes
-    each = losses.way(work, "vocab", kept=1).bytes - least
-    assert losses.way(work, "vocab").kept == len(work.parts)  # where nothing is known of room
+    least = losses.way(work, "vocab", exp_parts=0).bytes
+    each = losses.way(work, "vocab", exp_parts=1).bytes - least
+    assert losses.way(work, "vocab").exp_parts == len(work.parts)  # where nothing is known of room
     for num_parts in (0, 2, len(work.parts)):
         layout.room = least + num_parts * each
-        assert losses.way(work._replace(room=layout.room), "vocab").kept == num_parts
+        assert losses.way(work._replace(room=layout.room), "vocab").exp_parts == num_parts
         assert_close(sums_and_gradients(FULL, "vocab", START, layout), expected)
         computed[num_parts] = products("vocab", layout)
     # Two products of a part with its readout, and of the reference's, less for each that is kept; three where all are.

@@ -320,7 +320,7 @@ def test_auto_takes_of_the_losses_the_one_that_raises_the_peak_least() -> None:
     work = losses.Work(4096, 128_256, 4096, 2, "tpu", "TPU v5 lite", room=2**30)
     assert [one.kind for one in losses.options(work)] == ["vocab", "chunked", "plain"]
     some, all_ = (losses.options(work._replace(room=room))[0] for room in (2**30, 2 * 2**30))
-    assert (0 < some.kept < some.parts, all_.kept) == (True, all_.parts)
+    assert (0 < some.exp_parts < some.parts, all_.exp_parts) == (True, all_.parts)
     assert (some.again > 0, all_.again) == (True, 0)
     # Where it is free all logits at once are fastest, but their gradient stays while the layers' is taken.
     assert losses.above(work._replace(room=2**40), losses.way(work, "plain")) == 4 * 4096 * 128_256

@@ -88,7 +88,7 @@ def in_numpy(
     def bias(prefix: str, length: int, bidirectional: bool) -> Any:
         if f"{prefix}relative_bias" not in p:
             return 0.0
-        row = buckets(length, length, count=8, longest=6, both=bidirectional)
+        row = buckets(length, length, count=8, longest=6, bidirectional=bidirectional)
         return p[f"{prefix}relative_bias"][np.asarray(row)].transpose(2, 0, 1)
 
     def stack(h: np.ndarray, prefix: str, branches: list[Any]) -> np.ndarray:
@@ -148,13 +148,13 @@ def test_it_computes_its_equations_however_it_runs(name: str) -> None:
 
 
 def test_buckets_are_those_of_t5() -> None:
-    indices = np.asarray(buckets(1, 200, count=32, longest=128, both=True, start=100))[0]
+    indices = np.asarray(buckets(1, 200, count=32, longest=128, bidirectional=True, start=100))[0]
     # Of 16 rows a direction, 8 hold a distance each; then log2 steps: 8, 12, 16, 23, 32, 46, 64, 91 begin one.
     begins = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
     rows = np.searchsorted(begins, np.arange(101), side="right") - 1
     np.testing.assert_array_equal(indices[100::-1], rows)
     np.testing.assert_array_equal(indices[101:], 16 + rows[1:100])
-    past = np.asarray(buckets(40, 40, count=32, longest=128, both=False))
+    past = np.asarray(buckets(40, 40, count=32, longest=128, bidirectional=False))
     assert (past[np.triu_indices(40)] == 0).all()
     np.testing.assert_array_equal(past[39, ::-1][:17], np.arange(17))
 

@@ -54,8 +54,8 @@ def by_masks(
     """Every token through every expert, times its gate where it has room."""
     experts_E1 = jnp.arange(len(weights["up"]))[:, None, None, None]
     assert choice.slots_BTA is not None
-    taken_EBTA = (choice.experts_BTA == experts_E1) & (choice.slots_BTA < capacity)
-    gates_EBT = jnp.sum(jnp.where(taken_EBTA, choice.weights_BTA, 0), axis=-1)
+    routed_EBTA = (choice.experts_BTA == experts_E1) & (choice.slots_BTA < capacity)
+    gates_EBT = jnp.sum(jnp.where(routed_EBTA, choice.weights_BTA, 0), axis=-1)
     x_ECD = jnp.broadcast_to(x_BTD.reshape(-1, x_BTD.shape[-1]), (len(gates_EBT), gates_EBT[0].size, x_BTD.shape[-1]))
     return jnp.sum(expert(x_ECD[None], gates_EBT.reshape(1, len(gates_EBT), -1), weights), axis=(0, 1)).reshape(
         x_BTD.shape

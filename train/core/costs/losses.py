@@ -72,7 +72,7 @@ class Way:
     """FLOPs of logits that are computed twice."""
     parts: int = 1
     """That tokens or the vocabulary are cut into."""
-    kept: int = 0
+    exp_parts: int = 0
     """Parts of the vocabulary whose exponentials are kept between the two passes over them."""
 
     @property
@@ -81,7 +81,7 @@ class Way:
         return sum(self.memory.values())
 
 
-def way(work: Work, kind: Kind, kept: int | None = None) -> Way:
+def way(work: Work, kind: Kind, exp_parts: int | None = None) -> Way:
     """What a kind takes.
 
     Logits are written and read in both passes, the readout read and its gradient added to once a chunk: 16.9 GB plain and 41 GB
@@ -91,11 +91,11 @@ def way(work: Work, kind: Kind, kept: int | None = None) -> Way:
     Args:
         work: on one device.
         kind: of loss.
-        kept: parts of the vocabulary whose exponentials are kept; as many as there is room for unless given.
+        exp_parts: parts of the vocabulary whose exponentials are kept; as many as there is room for unless given.
     """
     logits, matrix, features = work.rows * work.columns, work.width * work.columns, work.rows * work.width
     if kind == "vocab":
-        return _by_parts(work, kept)
+        return _by_parts(work, exp_parts)
     chunks = math.ceil(work.rows / work.chunk) if kind == "chunked" else 1
     memory = {
         "logits": math.ceil(work.rows / chunks) * work.columns * (4 + work.itemsize),
@@ -122,7 +122,7 @@ def _by_parts(work: Work, exp_parts: int | None) -> Way:
     logits = work.rows * work.columns
     traffic = 26.0 * logits + 12.0 * work.width * work.columns + 10.0 * len(cuts) * work.rows * work.width
     again = 2.0 * (len(cuts) - exp_parts) * work.rows * part * work.width
-    return Way("vocab", memory, traffic, again=again, parts=len(cuts), kept=exp_parts)
+    return Way("vocab", memory, traffic, again=again, parts=len(cuts), exp_parts=exp_parts)
 
 
 def above(work: Work, one: Way) -> int:

@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     about = {
         "model": args.model,
         "preset": preset.name,
-        "constants": {**preset.given, **preset.constants},
+        "constants": {**preset.choices, **preset.constants},
         "optimizer": optimizer.name,
         "peak_lr": optimizer.peak_lr,
         "grow": args.grow,

@@ -69,7 +69,7 @@ class Frugal(Measured):
 
     grid: tuple[Collection[int], ...] = ()
 
-    def wanted(self, max_seeds: int, minutes: float) -> Sequence[Point]:
+    def next_points(self, max_seeds: int, minutes: float) -> Sequence[Point]:
         missing, _ = self.state()
         if missing and self.seconds < 60 * minutes:
             return missing

@@ -136,7 +136,7 @@ class Measured:
         curves = self.curves
         return analyse(self.study.sizes, curves) if all(len(curve.x) for curve in curves) else None
 
-    def wanted(self, max_seeds: int, minutes: float) -> Sequence[Point]:
+    def next_points(self, max_seeds: int, minutes: float) -> Sequence[Point]:
         """Points to train next; none when the study is over, and then `stopped` says why.
 
         Args:
@@ -234,7 +234,7 @@ def measure(
         kind: what asks for points.
     """
     every = [kind(study, seeds) for study in studies]
-    while requests := [(measured, point) for measured in every for point in measured.wanted(max_seeds, minutes)]:
+    while requests := [(measured, point) for measured in every for point in measured.next_points(max_seeds, minutes)]:
         groups: dict[str, list[Point]] = {}
         for measured, point in requests:
             name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"

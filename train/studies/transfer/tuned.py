@@ -100,7 +100,7 @@ def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any]
     tuned = find.Tuned(
         name=check_name(name, config.preset.name),
         preset=config.preset.name,
-        constants={name: value for name, value in preset.given.items() if name in takes or "." in name},
+        constants={name: value for name, value in preset.choices.items() if name in takes or "." in name},
         form=config.preset.form,
         base=None if preset.base is None else dict(preset.base),
         optimizer={

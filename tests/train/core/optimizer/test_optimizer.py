@@ -31,7 +31,7 @@ from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import Definition, Factor, define, definition
 
-HOLDS, SEEN = 3e-5, 1e-3
+AGREES, DETECTED = 3e-5, 1e-3
 """Errors relative to a parameter's largest update. float32 leaves up to 8e-6 of it; a factor off by 1 % is 1.5e-3 or more."""
 
 # m_D = 3, m_N = 2, m_H = 3/2, m_L = 5/2, each another number; F/D, NH/D and H/K are those of the base.
@@ -288,7 +288,7 @@ CONSTANTS = {
 def test_the_first_update_is_the_rate_times_the_table(name: str, config: OptimizerConfig) -> None:
     for label, constants in CONSTANTS.items():
         factors = resolve(constants.preset, model_of(name), config.name, config.decay)
-        wrong = {n: e for n, e in errors(name, config, constants, factors).items() if not e < HOLDS}
+        wrong = {n: e for n, e in errors(name, config, constants, factors).items() if not e < AGREES}
         assert not wrong, (label, wrong)
 
 
@@ -296,7 +296,7 @@ def test_the_first_update_is_the_rate_times_the_table(name: str, config: Optimiz
 def test_other_decays_follow_the_table_too(config: OptimizerConfig) -> None:
     constants = CONSTANTS["depth"]
     factors = resolve(constants.preset, model_of("own"), config.name, config.decay)
-    wrong = {n: e for n, e in errors("own", config, constants, factors).items() if not e < HOLDS}
+    wrong = {n: e for n, e in errors("own", config, constants, factors).items() if not e < AGREES}
     assert not wrong
 
 
@@ -304,7 +304,7 @@ def test_a_small_eps_does_not_show() -> None:
     constants = CONSTANTS["depth"]
     factors = resolve(constants.preset, model_of("decoder"), "adamw")
     deviations = errors("decoder", SMALL_EPS, constants, factors)
-    assert max(deviations.values()) < HOLDS, deviations
+    assert max(deviations.values()) < AGREES, deviations
 
 
 def changed(factors: Factors, column: str) -> Factors:
@@ -330,9 +330,9 @@ def test_control_one_percent_on_a_factor_is_seen(config: OptimizerConfig, column
             len(deviations) == 9
         )  # embedding and readout, four matrices of attention, three of the MLP; the vectors never
     if column == "forward":
-        assert max(deviations.values()) > SEEN
+        assert max(deviations.values()) > DETECTED
     else:
-        assert min(deviations.values()) > SEEN, deviations
+        assert min(deviations.values()) > DETECTED, deviations
 
 
 def test_every_role_is_among_the_models() -> None:

@@ -61,7 +61,9 @@ def test_a_wrong_number_at_the_base_is_seen_there():
     for number, value in (("peak_lr", 0.016), ("weight_decay", 6e-4), ("b1", 0.8), ("b2", 0.9), ("warmup_steps", 80)):
         meant = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, **{number: value}))
         expected = joint_run.expectation([meant, *mutations.runs[1:]], "batch")
-        wrong = {f.observable.partition("/")[2] for f in joint_run.judged(mutations.seen, expected) if not f.agrees}
+        wrong = {
+            f.observable.partition("/")[2] for f in joint_run.judged(mutations.observations, expected) if not f.agrees
+        }
         assert wrong == {number}
 
 

@@ -48,7 +48,7 @@ class Curves:
 
 def searched(curves: Curves) -> Frugal:
     search = Frugal(curves.study, 3)
-    while points := search.wanted(8, math.inf):
+    while points := search.next_points(8, math.inf):
         assert not set(points) & set(search.rows)
         search.rows |= {point: curves(point) for point in points}
     assert search.stopped == "every size has its best rate"

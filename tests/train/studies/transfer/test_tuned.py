@@ -52,7 +52,7 @@ def test_a_run_takes_every_number(mine: tuned.Tuned, flag: tuple[str, ...]):
     assert preset_of(config).base == BASE
     # The record needs no file.
     (tuned.OWN_FOLDER / "depth-mup.mine-v1.json").unlink()
-    assert preset_of(dataclasses.replace(config, preset=preset)).given["c_a"] == 0.5
+    assert preset_of(dataclasses.replace(config, preset=preset)).choices["c_a"] == 0.5
 
 
 def test_flags_override(mine: tuned.Tuned):
@@ -117,9 +117,9 @@ def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.Monk
     assert config.optimizer.peak_lr == pytest.approx(2**-7.2, rel=0.02)
     assert config.optimizer.warmup_steps == 100
     assert preset_of(config).base == BASE
-    assert preset_of(config).given == preset_of(Config(**{**vars(RECIPES["lm-tiny"]()), "preset": preset})).given
-    flagged = preset_of(parsed("--preset", use, "--preset.rates.readout", "2", "--preset.stds.readout=3")).given
-    assert flagged == preset_of(config).given | {"rates.readout": 2.0, "stds.readout": 3.0}
+    assert preset_of(config).choices == preset_of(Config(**{**vars(RECIPES["lm-tiny"]()), "preset": preset})).choices
+    flagged = preset_of(parsed("--preset", use, "--preset.rates.readout", "2", "--preset.stds.readout=3")).choices
+    assert flagged == preset_of(config).choices | {"rates.readout": 2.0, "stds.readout": 3.0}
     provenance = tuned.find(use).provenance
     assert (provenance["seen"], len(provenance["sizes"]), len(provenance["loss"])) == (800 * 16 * 128, 2, 9)
     assert provenance["transfer"][0]["verdict"] == "transfers"
@@ -193,7 +193,7 @@ def test_the_first_run_is_its_tuned_preset():
     config = cli.parse("lm-laptop", RECIPES["lm-laptop"], ["--preset", SWEPT]).config
     assert config.optimizer == recipe.optimizer
     assert preset_of(config).base == preset_of(recipe).base
-    assert preset_of(config).given == preset_of(recipe).given
+    assert preset_of(config).choices == preset_of(recipe).choices
     preset = tuned.find(SWEPT)
     assert preset.provenance["command"].startswith("python -m train sweep lm-laptop --model lm-proxy ")
     assert config.optimizer != parsed("--preset", "mup:lm-python-v1").optimizer  # the control
