@@ -1,1 +1,1 @@
-"""What the vision transforms are worth, and what fine-tuning is: the numbers of docs/vision.md and docs/own_images.md."""
+"""What vision transforms, tuned constants and fine-tuning are worth: the numbers of docs/vision.md and docs/own_images.md."""

@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ from mupax.train.data.sources import idx
 from mupax.train.reuse.start import finetune, init_from
 from mupax.train.run.evaluate import evaluate
 from scripts import ROOT
-from scripts.vision import hands
+from scripts.vision import hands, rows
 
 OUT = ROOT / "docs" / "vision" / "finetune.json"
 SOURCE = (
@@ -64,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--task", choices=NAMES, action="append", help="one of the tasks (default all)")
     parser.add_argument("--json", type=Path, default=OUT, help="where to write (default docs/vision/finetune.json)")
     args = parser.parse_args(argv)
-    rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    done = {(row["task"], row["arm"], row["seed"], row["rate"]) for row in rows}
+    table = rows.read(args.json)
+    done = {(row["task"], row["arm"], row["seed"], row["rate"]) for row in table}
     for seed, task in itertools.product(range(args.seeds), args.task or NAMES):
         for arm, rate in arms(task):
             if (task, arm, seed, rate) in done:
@@ -74,11 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             source = hands.source(args.workdir) if is_hands else _source(args.workdir)
             folder = hands.few_images(args.workdir, seed) if is_hands else _few_images(args.workdir, task, seed)
             loss, accuracy = scores(_config(folder, source, arm, rate, seed))
-            rows.append({"task": task, "arm": arm, "seed": seed, "rate": rate, "loss": loss, "accuracy": accuracy})
-            print(json.dumps(rows[-1]), flush=True)
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-            args.json.write_text(f'{{"command": "python -m scripts.vision.finetune", "rows": [\n{text}\n]}}\n')
+            table.append({"task": task, "arm": arm, "seed": seed, "rate": rate, "loss": loss, "accuracy": accuracy})
+            rows.write(args.json, "python -m scripts.vision.finetune", table)
     return 0
 
 

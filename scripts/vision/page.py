@@ -1,11 +1,11 @@
-"""The page docs/vision.md from what `scripts.vision.transforms` and `scripts.vision.finetune` measured.
+"""The page docs/vision.md from what `scripts.vision.transforms`, `scripts.vision.larger` and `scripts.vision.finetune` measured.
 
 python -m scripts.vision.page
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,25 +15,30 @@ import numpy as np
 
 from scripts import ROOT
 from scripts.quality.page import difference
-from scripts.vision import finetune, hands, transforms
+from scripts.vision import finetune, hands, larger, rows, transforms
 
 OUT = ROOT / "docs" / "vision.md"
 
 
 def main() -> int:
     """Write the page."""
-    OUT.write_text(page(*(json.loads(path.read_text())["rows"] for path in (transforms.OUT, finetune.OUT))))
+    OUT.write_text(page(*(rows.read(study.OUT) for study in (transforms, larger, finetune))))
     return 0
 
 
-def page(transformed: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> str:
+def page(
+    transformed: Sequence[Mapping[str, Any]], sizes: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]
+) -> str:
     """The page's text.
 
     Args:
         transformed: rows of `scripts.vision.transforms`.
+        sizes: rows of `scripts.vision.larger`.
         tuned: rows of `scripts.vision.finetune`.
     """
-    return "\n".join([HEAD, *_transforms(transformed), MIDDLE, *_tuned(tuned), TAIL])
+    return "\n".join(
+        [HEAD, *_transforms(transformed), LARGER, *_larger(sizes), LARGER_TAIL, MIDDLE, *_tuned(tuned), TAIL]
+    )
 
 
 def _apart(values: Mapping[int, float], baseline: Mapping[int, float], scale: float, digits: int) -> str:
@@ -66,6 +71,18 @@ def _transforms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             cells.append(mean if arm == transforms.NONE else _apart(own, plain, 100, 1))
         if any(cells):
             lines.append(f"| {arm} | {' | '.join(cells)} |")
+    return lines
+
+
+def _larger(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    losses, accuracies = (_by(runs, "arm", "model", value=value) for value in ("loss", "accuracy"))
+    lines = ["| constants | model | accuracy, % | loss, nats | less that of width 64 |", "|---|---|---|---|---|"]
+    for arm, model in itertools.product(larger.ARMS, larger.MODELS):
+        if own := losses.get((arm, model)):
+            accuracy = 100 * np.mean(list(accuracies[arm, model].values()))
+            mean = f"{np.mean(list(own.values())):.3f} ({len(own)} seed{'s' * (len(own) > 1)})"
+            apart = "" if model == larger.TINY else _apart(own, losses.get((arm, larger.TINY), {}), 1, 3)
+            lines.append(f"| {arm} | {model} | {accuracy:.1f} | {mean} | {apart} |")
     return lines
 
 
@@ -104,7 +121,7 @@ def _tuned(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-HEAD = f"""# What the vision transforms are worth, and fine-tuning
+HEAD = f"""# What the vision transforms are worth, a larger model, and fine-tuning
 
 `--data.transforms.*`, `--model.drop-path` and `--optimizer.layer-decay` are described in [data.md](data.md). Differences are paired by
 seed, with a 95 % t interval; where it holds zero nothing is shown either way.
@@ -119,6 +136,18 @@ The models are small and far from fitting their images in so few steps, so what 
 RandAugment and all of them together on the digits and on clothes, cutmix on clothes. Mixup, label smoothing, drop path and repeats do
 nothing that three seeds show. A transform is for long runs that learn their images by heart, which these are not.
 """
+LARGER = """
+## A larger model of the endless images
+
+`vit-endless`, 2000 steps of 64 images, none twice, scored on 5,000 others, under `mup` with base width 64. As shipped every constant of the
+preset is 1. **Tuned** is the preset `mup:vit-endless-v1`: the rate, the rates of patches and readout and the readout's std, searched
+together at width 64 and depth 2 (`mupax presets tuned mup:vit-endless-v1`), and given to the larger models as they are. Made by
+`python -m scripts.vision.larger`.
+"""
+LARGER_TAIL = """
+As shipped, the model of twice the width and depth ends above the small one. Half and twice the rate do not change that; what reads the
+patches and what writes the classes at a faster rate does: in 2000 steps they move too slowly at the rate of all, and a deeper model waits
+for them longer. With the constants tuned the larger models end below the small one, and every model far below what it is as shipped."""
 MIDDLE = """
 ## Fine-tuning, a linear probe, and training from scratch
 

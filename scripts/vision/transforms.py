@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from mupax.train.data.sources import idx
 from mupax.train.run.evaluate import evaluate
 from mupax.train.run.prefetch import Prefetch
 from scripts import ROOT
+from scripts.vision import rows
 
 OUT = ROOT / "docs" / "vision" / "transforms.json"
 FASHION_IMAGES = 2000
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="0, 1, … (default 3)")
     parser.add_argument("--json", type=Path, default=OUT, help="where to write (default docs/vision/transforms.json)")
     args = parser.parse_args(argv)
-    rows: list[dict[str, Any]] = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
-    done = {(row["task"], row["arm"], row["seed"]) for row in rows}
+    table = rows.read(args.json)
+    done = {(row["task"], row["arm"], row["seed"]) for row in table}
     with tempfile.TemporaryDirectory() as folder:
         for arm in sorted(ARMS, key=lambda name: name not in (NONE, ALL)):  # the ends of the table first
             for seed, task in itertools.product(range(args.seeds), TASKS):
@@ -79,11 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if task == "fashion":
                     _first_images(Path(folder) / "fashion-2000")
                 loss, accuracy = scores(cli.parse(words[0], RECIPES[words[0]], words[1:], []).config)
-                rows.append({"task": task, "arm": arm, "seed": seed, "loss": loss, "accuracy": accuracy})
-                print(json.dumps(rows[-1]), flush=True)
-                args.json.parent.mkdir(parents=True, exist_ok=True)
-                text = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-                args.json.write_text(f'{{"command": "python -m scripts.vision.transforms", "rows": [\n{text}\n]}}\n')
+                table.append({"task": task, "arm": arm, "seed": seed, "loss": loss, "accuracy": accuracy})
+                rows.write(args.json, "python -m scripts.vision.transforms", table)
     return 0
 
 

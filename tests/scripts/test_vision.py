@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
-from scripts.vision import finetune, page, transforms
+from scripts.vision import finetune, larger, page, rows, transforms
 
 
 def test_the_page_is_what_was_measured() -> None:
-    rows = [json.loads(path.read_text())["rows"] for path in (transforms.OUT, finetune.OUT)]
-    assert page.OUT.read_text() == page.page(*rows)
+    assert page.OUT.read_text() == page.page(*(rows.read(study.OUT) for study in (transforms, larger, finetune)))
 
 
 @pytest.mark.parametrize("task", transforms.TASKS)
