@@ -59,6 +59,11 @@ READING = {
     "size, too, by 0.013, 0.026 and 0.018. So what 100 steps say is turned round by 800: there the readout's best rate at width 64 was an "
     "octave higher, and did not serve larger models. `sp`'s best rate falls by an octave or more with every doubling; its readout's "
     "stays.",
+    "vit-800": "Reached, and by more the larger the model: with constants of width 64 and at their rate, `mup` is ahead of `sp` tuned anew by "
+    "0.044, 0.078 and 0.121 nats with a readout that starts as m^-1, and by 0.039, 0.053 and 0.070 with a readout and an embedding's rate "
+    "that fall as m^-1/2. On images, unlike text, the former is the better, and the only one whose loss falls at every size; `sp`'s rises "
+    "from twice the width on, though its rate is searched anew: that falls by an octave with every doubling, and the rate of what reads the "
+    "patches, which is searched at the base alone, falls with it.",
     "vit-100": "Not finished: at eight times `sp` is not searched yet. 100 steps of these images are too few for width to count (1.62 nats at "
     "every size, under every rule): at two and four times plain `mup` and `sp` tuned anew are within 0.002 nats of each other and differences "
     "are known to 0.01.",

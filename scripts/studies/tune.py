@@ -5,7 +5,7 @@
 Each study finds the best rate of a small base, at width 64, and holds it against a model twice as large along the axis that
 its preset is for: head_dim, or depth for depth-mup. Points are kept in runs/tuned, a folder per kind of run, where the presets
 share those of the base: a study that was stopped goes on, and to repeat one that is done draws its report there. Those of
-`COMMITTED` are saved from rows of docs/transfer, without training.
+`COMMITTED` are saved from rows of docs/transfer, without training; those of `SEARCHED` have several constants, and no larger size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Sequence
 
 from mupax.train.studies.transfer import command as transfer_command
+from mupax.train.studies.tune import command as tune_command
 from mupax.zoo.configs import ConfigError
 from scripts import ROOT
 from scripts.studies import transfer
@@ -56,6 +57,14 @@ COMMITTED = {
     ),
 }
 """PRESET:NAME to a study of docs/transfer whose interval decides, and its run, preset and sizes."""
+SEARCHED = {
+    "mup:vit-endless-v1": (
+        "vit-endless --model.width 64 --model.depth 2 --model.num-heads 4 --over "
+        "lr,embedding.lr=2^0:2^6,readout.lr=2^0:2^6,readout.std=2^-1:2^4 --points 24 --confirm 3 --minutes 90 --no-eval "
+        "--save-tuned presets/tuned/mup.vit-endless-v1.json"
+    )
+}
+"""PRESET:NAME to the words of `python -m train tune` that searched several constants of a base."""
 
 
 def studies(minutes: float) -> dict[str, list[str]]:
@@ -91,20 +100,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=8.0, help="of training, of one study (8)")
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
     args = parser.parse_args(argv)
-    commands = studies(args.minutes)
+    commands = studies(args.minutes) | {name: shlex.split(words) for name, words in SEARCHED.items()}
     if unknown := [name for name in args.names if name not in commands]:
         parser.error(f"{unknown[0]} is not among {', '.join(commands)}")
     failed = []
     for name in args.names or commands:
-        command = f"python -m train transfer {shlex.join(commands[name])}"
-        print(f"{name}: {command}", flush=True)
+        kind, run = ("tune", tune_command.main) if name in SEARCHED else ("transfer", transfer_command.main)
+        print(f"{name}: python -m train {kind} {shlex.join(commands[name])}", flush=True)
         if args.list:
             continue
         if name in COMMITTED:
             rows_of(COMMITTED[name][0])
         with contextlib.chdir(ROOT):
             try:
-                code = transfer_command.main(commands[name])
+                code = run(commands[name])
             except ConfigError as error:  # no minimum was found: the others may have one
                 print(f"{name}: {error}")
                 code = 1

@@ -24,6 +24,7 @@ from mupax.train.studies.transfer import command
 from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.train.studies.transfer.drift import analyse
+from mupax.train.studies.tune import command as tune_command
 from mupax.zoo.configs import ConfigError
 from scripts.studies import tune
 from tests.presets.tuned.test_find import BASE, mine
@@ -163,18 +164,31 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
             f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"
             in capsys.readouterr().out
         )
-    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= {*studies, SWEPT}
+    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= {*studies, *tune.SEARCHED, SWEPT}
 
 
 def test_what_comes_with_the_project_was_made_by_the_committed_command():
     studies = tune.studies(minutes=1)
     shipped = {one.use: one for one in map(tuned.load, tuned.FOLDER.glob("*.json"))}
-    assert {*studies, SWEPT} == set(shipped)
+    assert {*studies, *tune.SEARCHED, SWEPT} == set(shipped)
     for use, words in studies.items():
         arguments = shlex.split(shipped[use].provenance["command"].removeprefix("python -m train transfer "))
         for each in (arguments, words):  # how long it may take decides nothing
             del each[each.index("--minutes") + 1]
         assert arguments == words
+
+
+@pytest.mark.parametrize("use", tune.SEARCHED)
+def test_what_was_searched_is_a_command_that_exists_and_beat_its_start(use: str, capsys: pytest.CaptureFixture[str]):
+    preset, words = tuned.find(use), shlex.split(tune.SEARCHED[use])
+    recorded = shlex.split(preset.provenance["command"].removeprefix("python -m train tune "))
+    *expected, path = words
+    assert recorded[:-1] == expected
+    assert path == f"presets/tuned/{use.replace(':', '.')}.json"
+    assert tune_command.main([*words, "--dry-run"]) == 0
+    table = capsys.readouterr().out
+    assert all(constant["flag"].rpartition(".")[2] in table for constant in preset.provenance["search"]["constants"])
+    assert preset.provenance["search"]["winner_less_start"]["high"] < 0
 
 
 @pytest.mark.parametrize("use", tune.COMMITTED)
