@@ -28,6 +28,7 @@ MODELS = {
 }
 """Name to its sizes."""
 SHIPPED, TUNED = "as shipped", "tuned at width 64"
+DEEP = "the same, branches of L^-1 (depth-mup)"
 FASTER = "as shipped, patches at 16 times the rate, the readout at 8"
 ARMS = {
     SHIPPED: "",
@@ -35,16 +36,22 @@ ARMS = {
     "twice the rate": "--optimizer.peak-lr 0.004",
     FASTER: "--preset.constants rates.patch_embedding=16 rates.readout=8",
     TUNED: "--preset mup:vit-endless-v1",
+    DEEP: (
+        "--preset depth-mup --preset.alpha-l 1 --preset.base embed=64,head_dim=16,heads=4,kv_heads=4,mlp=256,layers=2 "
+        "--optimizer.peak-lr 0.0035125 --preset.constants rates.patch_embedding=11.8146 rates.readout=64 stds.readout=1.09051"
+    ),
 }
-"""Name to the flags that are added; those in the middle ask, of one seed, what holds the largest model back."""
+"""Name to the flags that are added; those in the middle ask, of one seed, what holds the largest model back. The last one is the
+tuned preset with a rule for depth, which at the depth that it was tuned at is the same."""
 
 
 def runs(seeds: int) -> Iterator[tuple[str, str, int]]:
     """Arm, model and seed of every run, the table's ends first."""
     for seed in range(seeds):
         yield from ((arm, model, seed) for model in (TINY, SMALL, WIDE) for arm in (TUNED, SHIPPED))
+        yield DEEP, SMALL, seed
     yield FASTER, TINY, 0
-    yield from ((arm, SMALL, 0) for arm in ARMS if arm not in (SHIPPED, TUNED))
+    yield from ((arm, SMALL, 0) for arm in ("half the rate", "twice the rate", FASTER))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
