@@ -46,10 +46,12 @@ tuned preset with a rule for depth, which at the depth that it was tuned at is t
 
 
 def runs(seeds: int) -> Iterator[tuple[str, str, int]]:
-    """Arm, model and seed of every run, the table's ends first."""
+    """Arm, model and seed of every run, the table's ends first; the smallest and the largest, tuned, have twice the seeds."""
     for seed in range(seeds):
         yield from ((arm, model, seed) for model in (TINY, SMALL, WIDE) for arm in (TUNED, SHIPPED))
         yield DEEP, SMALL, seed
+    for seed in range(seeds, 2 * seeds):
+        yield from ((TUNED, TINY, seed), (DEEP, SMALL, seed))
     yield FASTER, TINY, 0
     yield from ((arm, SMALL, 0) for arm in ("half the rate", "twice the rate", FASTER))
 
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.vision.larger", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--seeds", type=int, default=3, help="0, 1, … (default 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="0, 1, … of most arms (default 3)")
     parser.add_argument("--json", type=Path, default=OUT, help="where to write (default docs/vision/larger.json)")
     args = parser.parse_args(argv)
     table = rows.read(args.json)
