@@ -64,8 +64,8 @@ READING = {
     "that fall as m^-1/2. On images, unlike text, the former is the better, and the only one whose loss falls at every size; `sp`'s rises "
     "from twice the width on, though its rate is searched anew: that falls by an octave with every doubling, and the rate of what reads the "
     "patches, which is searched at the base alone, falls with it.",
-    "vit-100": "Not shown at two and four times, reached at eight by plain `mup` (-0.029 ± 0.020) and by the first row (-0.018 ± 0.017). 100 steps "
-    "of these images end on a plateau (1.62 nats at every size, under every rule) on which width hardly counts: at two and four times plain "
+    "vit-100": "Not shown at two and four times, reached at eight by plain `mup` (-0.029 ± 0.020) and by the first row (-0.018 ± 0.017). "
+    "100 steps of these images end on a plateau (1.62 nats at every size, under every rule) on which width hardly counts: at two and four times plain "
     "`mup` and `sp` tuned anew are within 0.002 nats of each other, and seeds leave 0.01. At 800 steps it is decided. The arms that are "
     "tuned anew and `mup-half` have no figure at eight times.",
 }
