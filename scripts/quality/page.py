@@ -65,9 +65,9 @@ READING = {
     "from twice the width on, though its rate is searched anew: that falls by an octave with every doubling, and the rate of what reads the "
     "patches, which is searched at the base alone, falls with it.",
     "vit-100": "Not shown at two and four times, reached at eight by plain `mup` (-0.029 ± 0.020) and by the first row (-0.018 ± 0.017). "
-    "100 steps of these images end on a plateau (1.62 nats at every size, under every rule) on which width hardly counts: at two and four times plain "
-    "`mup` and `sp` tuned anew are within 0.002 nats of each other, and seeds leave 0.01. At 800 steps it is decided. The arms that are "
-    "tuned anew and `mup-half` have no figure at eight times.",
+    "100 steps of these images end on a plateau (1.62 nats at every size, under every rule) on which width hardly counts: at two and "
+    "four times plain `mup` and `sp` tuned anew are within 0.002 nats of each other, and seeds leave 0.01. At 800 steps it is decided. The "
+    "arms that are tuned anew and `mup-half` have no figure at eight times.",
 }
 """What a person reads from a cell's numbers, by its name."""
 
