@@ -29,3 +29,8 @@ def test_differences_are_paired_by_seed_and_the_best_rate_is_that_of_the_least_m
     assert page.best(rows, "digits", "from scratch") == 3e-3
     assert page._apart({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0}, 1, 2) == "+0.75 ± 3.18"
     assert page._apart({0: 1.0}, {0: 0.5}, 100, 1) == "+50.0 (one seed)"
+
+
+def test_every_run_of_the_larger_model_has_its_row_and_no_other() -> None:
+    table = [(row["arm"], row["model"], row["seed"]) for row in rows.read(larger.OUT)]
+    assert sorted(table) == sorted(set(larger.runs(3)))
