@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -178,28 +176,9 @@ def test_control_a_circle_is_seen():
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
-def crowded(files: Iterable[str], limit: int = 12) -> dict[str, int]:
-    """Folder to its number of files, where that is above the limit."""
-    counts = Counter(Path(file).parent.as_posix() for file in files)
-    return {folder: count for folder, count in counts.items() if count > limit}
-
-
 def test_every_room_is_there():
     folders = {Path(path).parent.as_posix() for path in sources()}
     assert {name for floor in FLOORS for name in floor if (ROOT / name).is_dir()} <= folders
-
-
-def test_no_folder_has_more_than_twelve_files():
-    other_files = [
-        path.relative_to(ROOT).as_posix()
-        for name in ("tests", "examples", "docs")
-        for path in (ROOT / name).rglob("*.py")
-    ]
-    assert crowded([*sources(), *other_files]) == {}
-
-
-def test_control_a_crowded_folder_is_seen():
-    assert crowded([f"scripts/{number}.py" for number in range(13)] + ["scripts/pages/one.py"]) == {"scripts": 13}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""Names of files and folders that say which part of a data set they hold: training, validation or test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from mupax.train.data.interface import DataError
+
+Split = Literal["train", "validation", "test"]
+
+WORDS: dict[str, Split] = {
+    "train": "train",
+    "training": "train",
+    "trn": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "dev": "validation",
+    "eval": "validation",
+    "test": "test",
+    "testing": "test",
+    "holdout": "test",
+}
+"""The one list of names of a split. It serves folders of images, files of text and records, and data sets of the hub."""
+
+
+class SplitNames(NamedTuple):
+    """The parts of a data set by the names that its files or folders carry."""
+
+    train: list[str]
+    evaluation: list[str]
+    """Names of the validation part; of the test part where there is no validation part."""
+    unused: list[str]
+    """Names of the test part, where a validation part is there too."""
+
+    def describe(self) -> str:
+        """Return a line for the user: which names are trained on, evaluated on and not used."""
+        line = f"training on {_listed(self.train)}, evaluating on {_listed(self.evaluation)}"
+        if self.unused:
+            line += f"; {_listed(self.unused)} is not used"
+        return line
+
+
+def split_word(name: str) -> str | None:
+    """Return the word of `WORDS` that a file or folder name carries, in lower case.
+
+    A word stands between the ends of the name and `.`, `_`, `-` or a space: `wiki.train.tokens`, `val-00001.parquet` and
+    `training_set` carry one. `trains` carries none, and neither does `train_test.txt`, which names two parts.
+
+    Args:
+        name: without its folders.
+    """
+    parts = re.split(r"[._\- ]+", name.lower())
+    words = [part for part in parts if part in WORDS]
+    if len({WORDS[word] for word in words}) != 1:
+        return None
+    return words[0]
+
+
+def split_of(name: str) -> Split | None:
+    """Return the part of a data set that a file or folder name says it holds."""
+    word = split_word(name)
+    return None if word is None else WORDS[word]
+
+
+def by_name(names: Iterable[str], place: str) -> SplitNames | None:
+    """Return the parts of a data set, if every name carries one and both training and evaluation are among them.
+
+    Args:
+        names: of the top-level folders, or of the files where there are no folders.
+        place: of the data set, for the message.
+
+    Raises:
+        DataError: the same part has two names, such as `val` and `dev`, so that which one is meant is unknown.
+    """
+    words: dict[Split, dict[str, list[str]]] = {"train": {}, "validation": {}, "test": {}}
+    for name in sorted(names):
+        word = split_word(name)
+        if word is None:
+            return None
+        words[WORDS[word]].setdefault(word, []).append(name)
+    if not words["train"] or not (words["validation"] or words["test"]):
+        return None
+    for split, named in words.items():
+        if len(named) > 1:
+            (first, *_), (second, *_) = list(named.values())[:2]
+            raise DataError(
+                f"{place} has two {split} parts, {first} and {second}; move one of them out of it, or give them one name"
+            )
+    parts = {split: [name for files in named.values() for name in files] for split, named in words.items()}
+    if parts["validation"]:
+        return SplitNames(parts["train"], parts["validation"], parts["test"])
+    return SplitNames(parts["train"], parts["test"], [])
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) <= 3:
+        return " and ".join(names)
+    return f"{names[0]} and {len(names) - 1} more"
