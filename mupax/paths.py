@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import shutil
 import tempfile
@@ -95,3 +96,10 @@ def copy(source: Path, target: Path) -> None:
             to.parent.mkdir(parents=True, exist_ok=True)
         with file.open("rb") as read, to.open("wb") as write:
             shutil.copyfileobj(read, write, 2**20)
+
+
+def user_folder() -> Path:
+    """Return the folder of the user's own settings and tuned presets: MUPAX_HOME, or `mupax` in the configuration folder."""
+    if path := os.environ.get("MUPAX_HOME"):
+        return Path(path).expanduser()
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mupax"

@@ -22,6 +22,7 @@ from mupax.presets.analysis import desiderata, joint_limits, table, verdicts
 from mupax.presets.analysis.batch_command import Joint, RunFlags, print_json
 from mupax.presets.papers import choices
 from mupax.presets.verify.command import Verify
+from mupax.train.config import plugins
 from mupax.train.config.preset import ConstantFlags, PresetFlags, preset_for, with_group_constants
 
 
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
         **commands,
         "dynamics": "How a model with infinitely many heads learns: loss, kernels, attention (has a recipe's flags too).",
     }
-    words = with_group_constants(argv)
+    words = with_group_constants(plugins.without_plugins(argv))
     if words and words[0] in presets.PRESETS:
         wrong = f"{words[0]} is a preset, not a command; write `python -m presets constants {words[0]}`, or table, limits or"
         raise command_line.UsageError(f"{wrong} desiderata in its place")

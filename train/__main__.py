@@ -74,13 +74,15 @@ def main(argv: list[str]) -> int:
 
 def _command(argv: list[str]) -> int:
     from mupax import command_line
-    from mupax.train.config import cli
+    from mupax.train.config import cli, plugins
     from mupax.train.config.checks import check_words, note_warmup
     from mupax.train.config.recipes import RECIPES
     from mupax.train.parallel import hardware
 
     hardware.keep_freed_memory()
     check_words(argv)
+    modules, argv = plugins.split(argv)
+    plugins.load(modules)
     commands = {name: line for name, (_, line) in COMMANDS.items()}
     kinds = {"recipe": RECIPES, "command": commands}
     argv = cli.with_file_first(argv)
@@ -108,7 +110,8 @@ def _command(argv: list[str]) -> int:
     if command.restart:
         from mupax.train.run.restart import supervisor
 
-        return supervisor.run(command.config, argv, command.restart)
+        again = [word for module in modules for word in (plugins.FLAG, module)]
+        return supervisor.run(command.config, [*again, *argv], command.restart)
 
     note_warmup(command.config.steps, command.config.scaled_optimizer.warmup_steps)
     from mupax.train.run import loop

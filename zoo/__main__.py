@@ -29,11 +29,13 @@ LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `python -m zoo`."""
+    from mupax.train.config import plugins
     from mupax.train.config.checks import check_words
     from mupax.train.config.preset import with_group_constants
     from mupax.train.reuse.huggingface.command import Export, Import
 
     check_words(argv)
+    argv = plugins.without_plugins(argv)
     if argv and argv[0] in configs.CONFIGS:
         wrong = f"{argv[0]} is a model, not a command; write `python -m zoo describe {argv[0]}`"
         raise command_line.UsageError(wrong)

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 from importlib import import_module
 
+from mupax.plugins import loaded_module
 from mupax.zoo.decoder.config import DecoderConfig
 from mupax.zoo.encoder_decoder.config import NAMED, EncoderDecoderConfig
 from mupax.zoo.experts.config import RoutingConfig
@@ -107,22 +108,26 @@ def get(name: str) -> ModelConfig:
 
 
 def family_class(name: str) -> type[ModelConfig]:
-    """The config class of a family.
+    """Return the config class of a family.
 
     Args:
-        name: one of `FAMILIES`, or module:Class. Such a module is imported.
+        name: one of `FAMILIES`, or module:Class of a module that this process has imported. It may come from a stranger's
+            file, so nothing is imported for it.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    module, _, attribute = FAMILIES.get(name, name).partition(":")
-    if all(part.isidentifier() for part in [*module.split("."), attribute]):
-        try:
-            config = getattr(import_module(module), attribute, None)
-        except ImportError:
-            config = None
+    place, _, attribute = FAMILIES.get(name, name).partition(":")
+    if all(part.isidentifier() for part in [*place.split("."), attribute]):
+        module = import_module(place) if name in FAMILIES else loaded_module(place)
+        config = getattr(module, attribute, None)
         if isinstance(config, type) and issubclass(config, ModelConfig):
             return config
+    if ":" in name and loaded_module(place) is None:
+        raise ConfigError(
+            f"model.family {name!r:.80} is of a module that is not imported; add --plugin {place:.80} if you trust it, "
+            "or import it before"
+        )
     raise ConfigError(
-        f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that can be imported here"
+        f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that is imported here"
     )

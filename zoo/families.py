@@ -12,6 +12,7 @@ import math
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from mupax.errors import MupaxError
+from mupax.plugins import importable_name
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 
 AttentionName = Literal["auto", "xla", "cudnn", "splash", "ring"]
@@ -87,7 +88,9 @@ class ModelConfig(abc.ABC):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "family" not in cls.__dict__:
-            cls.family = f"{cls.__module__}:{cls.__qualname__}"
+            # A script's own class is found again by the script's name, not as `__main__`.
+            module = importable_name(cls.__module__) or cls.__module__
+            cls.family = f"{module}:{cls.__qualname__}"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -12,7 +12,7 @@ from mupax.train.checkpoints.folder import verified
 from mupax.train.checkpoints.manifest import DamagedError
 from mupax.train.checkpoints.selection import named_step, step_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
-from mupax.train.config.record import from_json
+from mupax.train.config.record import run_config
 from mupax.train.config.run import Config, EmaConfig
 from mupax.train.config.sections import Step
 
@@ -94,7 +94,7 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Train
     if named is not None and step not in (None, named):
         raise WorkdirError(f"{path} is step {named}, and --step says {step}; leave one of them out")
     fields = read_record(folder)
-    config, facts = from_json(fields["config"]), fields.get("data")
+    config, facts = run_config(fields), fields.get("data")
     meant = step_of(path if named is None else folder, step if named is None else named, config.checkpoint.best_metric)
     if ema and config.ema.decay is None:
         raise WorkdirError(f"the run in {path} kept no moving average (ema.decay is None); leave --ema out")

@@ -20,6 +20,7 @@ from mupax import __version__, disk, terminal
 from mupax.paths import is_remote, path_of
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
+from mupax.train.config import plugins
 from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.hardware import VARIABLES
@@ -187,6 +188,9 @@ def record(
         "platform": f"{platform.system()} {platform.machine()}",
         "git": _git_commit(),
     }
+    modules = plugins.record(config)
+    if modules:
+        content["plugins"] = modules
     run = secrets.token_hex(8)
     if before := recorded(path):
         run, segments = before.pop("run", run), before.pop("segments", [])
@@ -194,6 +198,7 @@ def record(
             segments = [*segments, {"until_step": step, **before}]
         content |= {"segments": segments} if segments else {}
     content = {"run": run, **content}
+    plugins.remember_run(run, modules)
     disk.write_whole(path / RECORD, json.dumps(content, indent=2) + "\n")
     return content
 

@@ -50,12 +50,19 @@ _PUBLISHED: dict[str, Task] = {
 """What some data sets of TFDS are, known before they are opened."""
 
 
-def source(name: str) -> Source:
-    """The source of a data.name; any that `SOURCES` does not have is a data set of TFDS."""
+def source_key(name: str) -> str | None:
+    """Return the key in `SOURCES` of a data.name, or `None` for a data set of TFDS."""
     kind, colon, _ = name.partition(":")
-    for pattern in (f"{kind}:PATH", f"{kind}:NAME") if colon else (name,):
-        if pattern in SOURCES:
-            return SOURCES[pattern]
+    patterns = (f"{kind}:PATH", f"{kind}:NAME") if colon else (name,)
+    return next((pattern for pattern in patterns if pattern in SOURCES), None)
+
+
+def source(name: str) -> Source:
+    """Return the source of a data.name. Any that `SOURCES` does not have is a data set of TFDS."""
+    key = source_key(name)
+    if key is not None:
+        return SOURCES[key]
+    kind = name.partition(":")[0]
     task = _PUBLISHED.get(kind.partition("/")[0])
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]

@@ -52,6 +52,23 @@ def from_json(fields: Mapping[str, Any]) -> Config:
     return _make(Config, "", {**fields, "model": model_from_json(fields.get("model", {}))})
 
 
+def run_config(run_record: Mapping[str, Any]) -> Config:
+    """Return the config of a run, after importing the extensions that it uses.
+
+    Args:
+        run_record: content of its config.json, which may be a stranger's.
+
+    Raises:
+        PluginError: a module that is needed and that this account may not import (`mupax.train.config.plugins.restore`).
+        ConfigError: as `from_json`.
+    """
+    if "plugins" in run_record:
+        from mupax.train.config import plugins
+
+        plugins.restore(run_record)
+    return from_json(run_record["config"])
+
+
 def pixels_from_json(fields: Mapping[str, Any]) -> PixelsConfig:
     """The `PixelsConfig` whose fields a record holds; raises as `from_json`."""
     return _make(PixelsConfig, "data.pixels.", _object("data.pixels", fields))

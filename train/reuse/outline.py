@@ -10,7 +10,7 @@ from mupax.disk import read_json
 from mupax.errors import MupaxError
 from mupax.train.checkpoints.selection import named_step
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
-from mupax.train.config.record import from_json, model_from_json, preset_from_json
+from mupax.train.config.record import model_from_json, preset_from_json, run_config
 from mupax.train.config.run import Config, PresetConfig
 from mupax.train.config.sections import Step
 from mupax.train.reuse import image_input
@@ -138,4 +138,4 @@ def published_images(
 def recorded_run(recorded: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
     """A run's config, and what it recorded of its data."""
     facts = recorded.get("data")
-    return from_json(recorded["config"]), facts if isinstance(facts, dict) else {}
+    return run_config(recorded), facts if isinstance(facts, dict) else {}

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from mupax.plugins import refuse_while_importing
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.selection import Ranking
 from mupax.train.config.run import Config
@@ -45,6 +46,7 @@ def run(config: Config) -> int:
         DataError, ReadError: data that cannot be read later on, after saving.
         SystemExit: stopped by a signal with nothing to save.
     """
+    refuse_while_importing()
     if config.log.trackers:
         from mupax.train.run.report.mirrors import trackers
 

@@ -32,8 +32,12 @@ def recipe(path: str) -> Callable[[], Config]:
     Raises:
         ConfigError: the file is not there or no such config; the text names the file.
     """
-    fields = _read(path)
-    fields = {name: value for name, value in fields.get("config", fields).items() if name not in _OF_ONE_RUN}
+    content = _read(path)
+    if "plugins" in content:  # the record of a run with extensions
+        from mupax.train.config import plugins
+
+        plugins.restore(content)
+    fields = {name: value for name, value in content.get("config", content).items() if name not in _OF_ONE_RUN}
 
     def load() -> Config:
         try:

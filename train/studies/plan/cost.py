@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from mupax.train.studies.plan.flags import Plan
     from mupax.train.studies.plan.numbers import Line
 
-STATE_BYTES = {"adam": 16, "adamw": 16, "lion": 12, "muon": 12, "momentum": 12, "sgd": 12}
-"""Bytes of a parameter in float32: itself, its gradient and its moments."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What a run takes.
@@ -91,9 +87,21 @@ def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
     return config, Cost((*rows, *_time(config, args, step, source, count, band)))
 
 
+def _state_bytes(config: Config) -> int:
+    """Return the bytes of a run's whole state, from shapes alone: parameters, moments, an average, and the gradients."""
+    import jax
+
+    from mupax.train.reuse import runs
+
+    program = runs.on_one_device(config)
+    leaves = jax.tree.leaves(program.abstract)
+    gradients = [program.abstract.params[name] for name in program.trained]
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in [*leaves, *gradients])
+
+
 def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why: str) -> Cost:
     """Without the compiler: the state alone, over all chips, and the time at a utilization that is given."""
-    state = flops.params(config.model) * STATE_BYTES[config.optimizer.name] / count
+    state = _state_bytes(config) / count
     rows: list[Line] = [
         (
             "memory",

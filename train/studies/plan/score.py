@@ -14,7 +14,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.train.checkpoints import workdir
-from mupax.train.config.record import differences, from_json, text_of, to_json
+from mupax.train.config.record import differences, run_config, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.run.report import metrics
 from mupax.train.studies.forecast import points, record
@@ -130,7 +130,7 @@ def other(content: dict[str, Any], config: Config) -> Iterator[tuple[str, Any, A
 
 def _of_run(content: dict[str, Any], place: Path) -> Outcome:
     run_record = workdir.read_record(place)
-    config = from_json(run_record["config"])
+    config = run_config(run_record)
     if differing := list(other(content, config)):
         name, goal, came = differing[0]
         more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""

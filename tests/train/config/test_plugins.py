@@ -1,0 +1,211 @@
+"""Extensions of a user's own through every command: an optimizer, a preset, a data set and a model family in one module each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mupax import plugins as modules
+from mupax.presets.__main__ import main as presets_main
+from mupax.presets.optimizers import OPTIMIZERS
+from mupax.presets.papers import PRESETS
+from mupax.train.__main__ import main
+from mupax.train.config import plugins
+from mupax.train.config.data import SOURCES
+from mupax.train.config.recipes import RECIPES
+from mupax.zoo.__main__ import main as zoo_main
+from mupax.zoo.configs import CONFIGS, FAMILIES
+from tests.fixtures.programs import shared_programs
+
+__all__ = ["shared_programs"]  # fixture
+
+SIGN = """
+import optax
+from mupax.presets.optimizers import OPTIMIZERS, Optimizer
+
+def direction(config, specs):
+    return optax.chain(optax.trace(config.momentum), optax.scale_by_sign())
+
+OPTIMIZERS["own-sign"] = Optimizer(
+    family="lion", direction="own_sign:direction", reads=frozenset({"momentum"}), moments={"trace": 1}, check_lr=1e-3
+)
+"""
+PRESET = """
+from mupax.presets import PRESETS, Preset, Rule
+from mupax.presets.power import ONE, axis, product
+
+def own_preset():
+    "A preset of one's own."
+    def rule(spec):
+        return Rule(init_std=product(spec.fan_in) ** -0.5 if spec.fan_in else ONE, adam=ONE, sgd=ONE)
+
+    return Preset(name="own-preset", rule=rule, logits=axis("head_dim") ** -0.5, no_rule={"muon": "none", "lion": "none"})
+
+PRESETS["own-preset"] = own_preset
+"""
+BARS = """
+import numpy as np
+from mupax.train.config.data import SOURCES, Source
+from mupax.train.data import cache, images
+
+class Bars:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, i):
+        image = np.zeros((8, 8, 1), np.uint8)
+        image[i % 8] = 255
+        return (image, 0) if i % 2 else (image.swapaxes(0, 1), 1)
+
+def bars(config, model, seed, note):
+    images.vision_model("own-bars", model, ["level", "upright"])
+    views = (images.as_is, images.as_is)
+    facts = {"digest": cache.digest("bars 1")}
+    return images.ImageData(
+        config, Bars(), Bars(), views=views, seed=seed, class_names=["level", "upright"], facts=facts
+    )
+
+SOURCES["own-bars"] = Source("own_bars:bars", task="images", reads=frozenset())
+"""
+PIXELS = """
+import dataclasses
+import jax
+from flax import nnx
+from mupax.presets.roles import ParamSpec, Role, block_matrix
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import PresetConfig
+from mupax.zoo.configs import CONFIGS
+from mupax.zoo.definition import Init
+from mupax.zoo.families import ImageModel
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PixelsConfig(ImageModel):
+    width: int
+    depth: int
+
+    def base_sizes(self):
+        return {"embed": self.width, "mlp": 4 * self.width, "layers": self.depth}
+
+    def parameters(self):
+        return {
+            "read": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
+            "up": block_matrix(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
+            "down": block_matrix(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
+            "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),
+        }
+
+    def module(self, rngs):
+        return Pixels(self, rngs)
+
+class Pixels(nnx.Module):
+    def __init__(self, config, rngs):
+        init = Init(config, rngs)
+        self.read, self.up, self.down, self.readout = map(init.param, config.parameters())
+
+    def __call__(self, images_BHWC):
+        h_BD = images_BHWC.reshape(len(images_BHWC), -1) @ self.read[...]
+        for up_DF, down_FD in zip(self.up[...], self.down[...], strict=True):
+            h_BD = h_BD + jax.nn.relu(h_BD @ up_DF) @ down_FD
+        return h_BD @ self.readout[...]
+
+CONFIGS["own-pixels"] = PixelsConfig(width=8, depth=1, image_size=8, patch_size=8, channels=1, num_classes=10)
+
+def recipe():
+    "Digits by a model of one's own."
+    preset = PresetConfig(name="mup", base="own-pixels")
+    return dataclasses.replace(RECIPES["vit-digits"](), recipe="own-recipe", model=CONFIGS["own-pixels"], preset=preset)
+
+RECIPES["own-recipe"] = recipe
+"""
+TINY = "--model.width 16 --model.depth 1 --model.num-heads 2 --preset.base vit-proxy"
+SHORT = "--steps 2 --optimizer.warmup-steps 1 --data.batch-size 8 --data.eval-examples 8 --log.no-tensorboard --log.no-progress"
+RUNS = {
+    "own_sign": f"vit-digits {TINY} --optimizer.name own-sign",
+    "own_preset": f"vit-digits {TINY} --preset.name own-preset",
+    "own_bars": f"vit-digits {TINY} --data.name own-bars --model.num-classes 2",
+    "own_pixels": "own-recipe",
+}
+SOURCE_OF = {"own_sign": SIGN, "own_preset": PRESET, "own_bars": BARS, "own_pixels": PIXELS}
+TABLES = (OPTIMIZERS, PRESETS.data, SOURCES, FAMILIES, CONFIGS, RECIPES.data)
+
+
+def forget(path: list[str]) -> None:
+    """Undo what plugins did to this process, as if a new one began."""
+    for table, lines in zip(TABLES, BEFORE, strict=True):
+        table.clear()
+        table.update(lines)
+    for name in SOURCE_OF:
+        sys.modules.pop(name, None)
+    plugins._registered_by.clear()
+    sys.path[:] = path
+
+
+BEFORE = [dict(table) for table in TABLES]
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working folder and a home folder of the test's own; tables, modules and the path are restored."""
+    path = [*sys.path]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MUPAX_HOME", str(tmp_path / "home"))
+    yield
+    forget(path)
+
+
+def command(*words: str, plugin: str | None = None, entry=main) -> int:
+    """Run a command as a process of its own would: nothing of an earlier one is known."""
+    forget([*sys.path])
+    line = [part for word in words for part in word.split()]
+    return entry([*line, *(["--plugin", plugin] if plugin else [])])
+
+
+def written(name: str, folder: Path = Path()) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(SOURCE_OF[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_ones_own_extension_is_read_by_every_command(
+    name: str, fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    written(name, tmp_path / "code")
+    monkeypatch.chdir(tmp_path / "code")
+    assert command(RUNS[name], SHORT, "--workdir ../run", plugin=name) == 0
+    record = json.loads(Path("../run/config.json").read_text())
+    assert [*record["plugins"]] == [name]
+    monkeypatch.chdir(tmp_path)
+    # Trained on this account: from any folder, without a flag.
+    assert command("eval run --json scores.json") == 0
+    assert json.loads(Path("scores.json").read_text())["step"] == 2
+    exported = command("zoo export run --out out".removeprefix("zoo "), entry=zoo_main)
+    assert exported == (2 if name == "own_pixels" else 0), capsys.readouterr().err
+    assert command(RUNS[name], SHORT, "--steps 3 --resume --workdir run", plugin=None) == 2  # its flags name the extension
+    capsys.readouterr()
+    # Of somebody else: refused in a line that names the flag, before the module's code runs.
+    shutil.rmtree("home")
+    assert command("eval run") == 2
+    assert f"--plugin {name}" in capsys.readouterr().err
+    assert name not in sys.modules
+    monkeypatch.chdir(tmp_path / "code")
+    assert command("eval ../run", plugin=name) == 0
+    # Changed since the run.
+    with Path(f"{name}.py").open("a") as file:
+        file.write("\nCHANGED = True\n")
+    capsys.readouterr()
+    assert command("eval ../run", plugin=name) == 0
+    assert f"caution: {name} has changed" in capsys.readouterr().err
+
+
+STUDIES = {
+    "own_sign": ("check vit-proxy --preset mup --optimizer own-sign --sizes 2 --seeds 1 --dry-run",),
+    "own_preset": ("check vit-proxy --preset own-preset --sizes 2 --seeds 1 --dry-run",),
+    "own_bars": (),
+    "own_pixels": ("check own-pixels --grow width --sizes 2 --seeds 1 --dry-run",),
+}
