@@ -45,6 +45,9 @@ Repeated = Annotated[tuple[str, ...], conf.UseAppendAction]
 BOX = "│╭╮╰╯─ "
 """What tyro draws around its messages."""
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
+PLUGIN_HELP = (
+    "--plugin MODULE, in any place, imports a module with presets, models, data or optimizers of your own first."
+)
 _DESCRIPTION = "(description)"
 """Stands in tyro's help where ours goes."""
 MISSING = re.compile(r"^[│| ] {5}(\S.*?) *[│|]?$", re.MULTILINE)
@@ -164,6 +167,7 @@ def _help_text(text: str, description: str) -> str:
     plain = COLOUR.sub("", usage)
     box = "\n".join([usage if len(plain) <= terminal.columns() else terminal.wrapped(plain), *lines])
     paragraphs = [" ".join(paragraph.split()) for paragraph in terminal.spoken(description).split("\n\n")]
+    paragraphs.append(PLUGIN_HELP)
     return box.replace(_DESCRIPTION, "\n\n".join(map(terminal.wrapped, paragraphs)))
 
 

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -108,7 +108,7 @@ def refuse_while_importing() -> None:
     """
     if _importing:
         raise PluginError(
-            f"importing {_importing[-1]} starts a run; put that part of the module below `if __name__ == \"__main__\":`"
+            f'importing {_importing[-1]} starts a run; put that part of the module below `if __name__ == "__main__":`'
         )
 
 
@@ -183,16 +183,3 @@ def _failure(name: str, error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return f"--plugin {name} cannot be imported: {type(error).__name__}: {error}{where}"
-
-
-@contextlib.contextmanager
-def isolated() -> Iterator[None]:
-    """Undo, at the end, what imports inside do to the path and to the list of modules. For tests."""
-    path = [*sys.path]
-    modules = set(sys.modules)
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name in set(sys.modules) - modules:
-            del sys.modules[name]

@@ -66,7 +66,9 @@ def get(
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        choices = f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file"
+        choices = (
+            f"the presets are {', '.join(PRESETS)}, or measured:PATH of a file; --plugin MODULE adds one of your own"
+        )
         raise PresetError(f"no preset is named {name!r}; {hint}{choices}")
     if zero_readout and "stds.readout" in preset.constants:
         raise PresetError("stds.readout changes nothing: the readout starts at zero; leave one of the two out")

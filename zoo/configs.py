@@ -104,7 +104,9 @@ def get(name: str) -> ModelConfig:
         return CONFIGS[name]
     near = difflib.get_close_matches(name, CONFIGS, n=3)
     hint = f"did you mean {', '.join(near)}? " if near else ""
-    raise ConfigError(f"no model is named {name!r}; {hint}`python -m zoo` lists them all")
+    raise ConfigError(
+        f"no model is named {name!r}; {hint}`python -m zoo` lists them all, and --plugin MODULE adds yours"
+    )
 
 
 def family_class(name: str) -> type[ModelConfig]:
@@ -118,16 +120,17 @@ def family_class(name: str) -> type[ModelConfig]:
         ConfigError: there is none of that name.
     """
     place, _, attribute = FAMILIES.get(name, name).partition(":")
-    if all(part.isidentifier() for part in [*place.split("."), attribute]):
+    is_place = all(part.isidentifier() for part in [*place.split("."), attribute])
+    if is_place:
         module = import_module(place) if name in FAMILIES else loaded_module(place)
         config = getattr(module, attribute, None)
         if isinstance(config, type) and issubclass(config, ModelConfig):
             return config
-    if ":" in name and loaded_module(place) is None:
-        raise ConfigError(
-            f"model.family {name!r:.80} is of a module that is not imported; add --plugin {place:.80} if you trust it, "
-            "or import it before"
-        )
+        if module is None:
+            raise ConfigError(
+                f"model.family {name!r:.80} is of a module that is not imported; add --plugin {place:.80} if you trust "
+                "it, or import it before"
+            )
     raise ConfigError(
         f"model.family is {name!r:.80}; write one of {', '.join(FAMILIES)}, or module:Class of a config that is imported here"
     )

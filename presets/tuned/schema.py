@@ -56,12 +56,18 @@ _BOUNDS = {"low": _or_null(_NUMBER), "high": _or_null(_NUMBER)}
 _SCHEMA: dict[str, Any] = {
     "format": (lambda v: v == FORMAT, repr(FORMAT)),
     "name": (lambda v: isinstance(v, str) and bool(NAME.fullmatch(v)), "small letters, digits and single hyphens"),
-    "preset": (lambda v: isinstance(v, str) and v in PRESETS, f"one of {', '.join(PRESETS)}"),
+    "preset": (
+        lambda v: isinstance(v, str) and v in PRESETS,
+        f"one of {', '.join(PRESETS)}, or a preset of your own that --plugin MODULE imports",
+    ),
     "constants": _OBJECT,
     "form": _or_null(_one_of(*FORMS)),
     "base": _or_null(_SIZES),
     "optimizer": {
-        "name": _one_of(*OPTIMIZERS),
+        "name": (
+            lambda v: isinstance(v, str) and v in OPTIMIZERS,
+            f"one of {', '.join(OPTIMIZERS)}, or an optimizer of your own that --plugin MODULE imports",
+        ),
         "peak_lr": _ABOVE,
         "b1": _FRACTION,
         "b2": _FRACTION,

@@ -127,3 +127,29 @@ def test_fields_of_configs_are_those_of_transformers(kind: str, tmp_path: Path):
     if kind == "minicpm3":
         assert dump.readout == pytest.approx(1 / config.logits_scaling)
         assert dump.head_dim == config.qk_head_dim
+
+
+@pytest.mark.parity
+def test_the_pytorch_model_of_other_code_trains_by_its_preset():
+    torch = pytest.importorskip("torch")
+    page = (Path(__file__).resolve().parents[2] / "docs" / "other_code.md").read_text()
+    (text,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    defined: dict[str, Any] = {}
+    exec(compile(text, "docs/other_code.md", "exec"), defined)
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 64)
+    targets = inputs[:, :10].argmax(-1)
+    for width in (64, 256):
+        model = defined["MLP"](width)
+        optimizer = defined["adamw"](model, lr=2**-6)
+        rates = {name: group["lr"] for name, group in zip(defined["SPECS"], optimizer.param_groups, strict=True)}
+        assert rates["hidden.weight"] == pytest.approx(2**-6 * 64 / width)
+        assert rates["read.weight"] == 2**-6
+        losses = []
+        for _ in range(20):
+            loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses[-1] < 0.5 * losses[0]

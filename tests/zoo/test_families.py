@@ -154,7 +154,7 @@ def test_it_trains_is_saved_and_goes_on_bitwise(tmp_path: Path) -> None:
 )
 def test_a_family_that_is_none(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"model\.family is .*; write one of vit, decoder, encoder-decoder, or module:Class"
+        ConfigError, match=r"model\.family.*(encoder-decoder, or module:Class|--plugin examples.nothing)"
     ):
         family_class(name)
 

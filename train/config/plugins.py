@@ -6,6 +6,7 @@ a module that is imported with `--plugin MODULE` or by an entry point of the gro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -74,11 +75,17 @@ def load(modules: Sequence[str]) -> None:
     Raises:
         PluginError: one cannot be imported.
     """
-    for entry in metadata.entry_points(group=GROUP):
-        _import(entry.module)
+    for name in _entry_points():
+        _import(name)
     for name in modules:
         if not _import(name) and not _provides(name):
             terminal.note(f"caution: {FLAG} {name} adds no line to a table of mupax (docs/extend.md)")
+
+
+@functools.cache
+def _entry_points() -> tuple[str, ...]:
+    """Return the modules that installed packages name; they are looked up once a process."""
+    return tuple(entry.module for entry in metadata.entry_points(group=GROUP))
 
 
 def without_plugins(argv: Sequence[str]) -> list[str]:
@@ -176,7 +183,9 @@ def restore(run_record: Mapping[str, Any]) -> None:
             _import(name, folder)
         module = loaded_module(name)
         if module is not None and entry.get("digest") not in (None, digest(module)):
-            terminal.note(f"caution: {name} has changed since the run recorded it: its {', '.join(provides)} may differ")
+            terminal.note(
+                f"caution: {name} has changed since the run recorded it: its {', '.join(provides)} may differ"
+            )
 
 
 def _import(name: str, folder: str | None = None) -> bool:

@@ -188,4 +188,12 @@ def words(config: Config) -> list[str] | None:
         flags.append(f"--{owner}{dot}{'no-' if value is False else ''}{field}")
         if not isinstance(value, bool):
             flags += [shlex.quote(str(word)) for word in (value if isinstance(value, list) else [value])]
-    return flags
+    return [*flags, *_plugin_flags(config)]
+
+
+def _plugin_flags(config: Config) -> list[str]:
+    """Return the flags that import the extensions of a config."""
+    from mupax.train.config import plugins
+
+    modules = sorted({extension.module for extension in plugins.extensions(config) if extension.module})
+    return [word for module in modules for word in (plugins.FLAG, module)]

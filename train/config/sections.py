@@ -53,7 +53,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         if self.name not in OPTIMIZERS:
-            raise ConfigError(f"no optimizer is named {refused(self.name)}; write {', '.join(OPTIMIZERS)}")
+            raise ConfigError(
+                f"no optimizer is named {refused(self.name)}; write {', '.join(OPTIMIZERS)}, "
+                "or add --plugin MODULE for one of your own"
+            )
         if self.name == "momentum" and self.momentum == 0:
             raise ConfigError(
                 "optimizer.momentum is 0, which is plain SGD; write optimizer.name sgd, or a momentum above 0"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import sys
 from collections.abc import Iterator
@@ -18,8 +19,10 @@ from mupax.train.__main__ import main
 from mupax.train.config import plugins
 from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
+from mupax.train.config.record import model_from_json
+from mupax.train.pods import topology
 from mupax.zoo.__main__ import main as zoo_main
-from mupax.zoo.configs import CONFIGS, FAMILIES
+from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError
 from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # fixture
@@ -78,6 +81,8 @@ import jax
 from flax import nnx
 from mupax.presets.roles import ParamSpec, Role, block_matrix
 from mupax.train.config.recipes import RECIPES
+from mupax.train.config.record import model_from_json
+from mupax.train.pods import topology
 from mupax.train.config.run import PresetConfig
 from mupax.zoo.configs import CONFIGS
 from mupax.zoo.definition import Init
@@ -186,26 +191,107 @@ def test_a_run_of_ones_own_extension_is_read_by_every_command(
     assert json.loads(Path("scores.json").read_text())["step"] == 2
     exported = command("zoo export run --out out".removeprefix("zoo "), entry=zoo_main)
     assert exported == (2 if name == "own_pixels" else 0), capsys.readouterr().err
-    assert command(RUNS[name], SHORT, "--steps 3 --resume --workdir run", plugin=None) == 2  # its flags name the extension
+    assert (
+        command(RUNS[name], SHORT, "--steps 3 --resume --workdir run", plugin=None) == 2
+    )  # its flags name the extension
     capsys.readouterr()
     # Of somebody else: refused in a line that names the flag, before the module's code runs.
     shutil.rmtree("home")
     assert command("eval run") == 2
     assert f"--plugin {name}" in capsys.readouterr().err
     assert name not in sys.modules
+    # Named by the user, and changed since the run.
     monkeypatch.chdir(tmp_path / "code")
-    assert command("eval ../run", plugin=name) == 0
-    # Changed since the run.
     with Path(f"{name}.py").open("a") as file:
         file.write("\nCHANGED = True\n")
-    capsys.readouterr()
     assert command("eval ../run", plugin=name) == 0
     assert f"caution: {name} has changed" in capsys.readouterr().err
 
 
-STUDIES = {
-    "own_sign": ("check vit-proxy --preset mup --optimizer own-sign --sizes 2 --seeds 1 --dry-run",),
-    "own_preset": ("check vit-proxy --preset own-preset --sizes 2 --seeds 1 --dry-run",),
-    "own_bars": (),
-    "own_pixels": ("check own-pixels --grow width --sizes 2 --seeds 1 --dry-run",),
-}
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("own_sign", "check vit-proxy --optimizer own-sign --sizes 2 --seeds 1 --dry-run"),
+        ("own_preset", "check vit-proxy --preset own-preset --sizes 2 --seeds 1 --dry-run"),
+        ("own_sign", f"plan {RUNS['own_sign']} --chips v5e:4x4 --out plan.json"),
+        ("own_bars", f"plan {RUNS['own_bars']} --chips v5e:4x4 --out plan.json"),
+        ("own_pixels", "plan own-recipe --chips v5e:4x4 --out plan.json"),
+        ("own_pixels", "own-recipe --print-config"),
+    ],
+)
+def test_a_plugin_reaches_studies_and_plans(
+    name: str, line: str, fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def absent() -> None:
+        raise topology.TopologyError("no compiler here")
+
+    monkeypatch.setattr(topology, "ready", absent)
+    written(name)
+    assert command(line, plugin=name) == 0
+    if line.startswith("plan"):
+        assert f"--plugin {name}" in capsys.readouterr().out
+    if name != "own_bars":  # a data set of an unknown name may be one of TFDS, which a plan does not open
+        assert command(line) == 2  # the control: without the flag nobody knows the name
+
+
+@pytest.mark.parametrize("kind", ["own_preset", "own_pixels"])
+def test_presets_and_models_of_ones_own_are_listed(kind: str, fresh: None, capsys: pytest.CaptureFixture[str]):
+    written(kind)
+    entry = presets_main if kind == "own_preset" else zoo_main
+    assert command("list", plugin=kind, entry=entry) == 0
+    assert kind.replace("_", "-") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "named"),
+    [
+        (None, ["--plugin", "not_there"], "not_there"),
+        ("raise ValueError('broken')", ["--plugin", "mine"], "mine.py, line 1"),
+        ("import not_installed_anywhere", ["--plugin=mine"], "not_installed_anywhere"),
+        ("import sys; sys.exit(3)", ["--plugin", "mine"], "mine"),
+        ("", ["--plugin"], "--plugin"),
+        ("", ["--plugin", "mine.py"], "--plugin mine"),
+        ("", ["--plugin", "../mine"], "../mine"),
+        ("from mupax.train.run import loop\nloop.run(None)", ["--plugin", "mine"], "__main__"),
+    ],
+)
+def test_a_plugin_that_cannot_be_imported_is_named(
+    source: str | None, words: list[str], named: str, fresh: None, capsys: pytest.CaptureFixture[str]
+):
+    if source is not None:
+        Path("mine.py").write_text(source)
+    assert main(["vit-digits", "--print-config", *words]) == 2
+    sys.modules.pop("mine", None)
+    assert named in capsys.readouterr().err
+
+
+def test_a_module_that_adds_nothing_is_told(fresh: None, capsys: pytest.CaptureFixture[str]):
+    Path("mine.py").write_text("")
+    assert main(["vit-digits", "--print-config", "--plugin", "mine"]) == 0
+    sys.modules.pop("mine", None)
+    assert "caution: --plugin mine" in capsys.readouterr().err
+
+
+def test_the_family_of_a_script_is_named_by_its_file(fresh: None):
+    """As `python own_pixels.py` has it, where the class is of `__main__`."""
+    written("own_pixels")
+    defined = runpy.run_path("own_pixels.py", run_name="__main__")
+    assert defined["PixelsConfig"].family == "own_pixels:PixelsConfig"
+
+
+def test_a_record_cannot_choose_what_is_imported(fresh: None):
+    """A stranger's record that carries the name of a run of this account, and another module."""
+    Path("trap.py").write_text("raise SystemExit('the trap was sprung')")
+    modules.remember("abc123", {"own_sign": str(Path.cwd())})
+    trap = {"run": "abc123", "plugins": {"trap": {"digest": None, "provides": ["optimizer trap"]}}}
+    with pytest.raises(modules.PluginError, match="--plugin trap"):
+        plugins.restore(trap)
+    with pytest.raises(ConfigError, match="--plugin trap"):
+        model_from_json({"family": "trap:Model"})
+    assert "trap" not in sys.modules
+
+
+def test_an_entry_point_is_imported(fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    written("own_sign")
+    monkeypatch.setattr(plugins, "_entry_points", lambda: ("own_sign",))
+    assert command(RUNS["own_sign"], "--print-config") == 0

@@ -38,22 +38,22 @@ def files_below(folder: Path) -> Listing:
         folder: an existing folder. Hidden parts of its own path do not count.
     """
     if is_remote(folder):
-        found = [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*") if file.is_file()]
-        visible = [(name, file) for name, file in found if not any(map(is_hidden, name.split("/")))]
+        entries = [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*") if file.is_file()]
+        visible = [(name, file) for name, file in entries if not any(map(is_hidden, name.split("/")))]
         return Listing(sorted(visible), {})
     files: list[tuple[str, Path]] = []
     skipped: dict[str, str] = {}
     root = os.path.realpath(folder)
-    seen = {root}
+    visited = {root}
 
     def visit(place: Path, prefix: str) -> None:
         try:
-            with os.scandir(place) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+            with os.scandir(place) as scanned:
+                entries = sorted(scanned, key=lambda entry: entry.name)
         except OSError as error:
             skipped[prefix.rstrip("/") or "."] = f"cannot be read: {error.strerror}"
             return
-        for entry in found:
+        for entry in entries:
             if is_hidden(entry.name):
                 continue
             name = prefix + entry.name
@@ -67,11 +67,11 @@ def files_below(folder: Path) -> Listing:
             if is_folder:
                 if entry.is_symlink():
                     target = os.path.realpath(path)
-                    reason = _reason_not_to_follow(target, root, seen)
+                    reason = _reason_not_to_follow(target, root, visited)
                     if reason is not None:
                         skipped[name] = reason
                         continue
-                    seen.add(target)
+                    visited.add(target)
                 visit(path, f"{name}/")
             elif is_file:
                 files.append((name, path))
@@ -84,9 +84,9 @@ def files_below(folder: Path) -> Listing:
     return Listing(sorted(files), skipped)
 
 
-def _reason_not_to_follow(target: str, root: str, seen: set[str]) -> str | None:
+def _reason_not_to_follow(target: str, root: str, visited: set[str]) -> str | None:
     """Return why the folder that a link leads to is not read, or `None` if it is."""
-    for folder in seen:
+    for folder in visited:
         if target == folder or target.startswith(folder.rstrip(os.sep) + os.sep):
             return "links to a folder that is read already"
     if root.startswith(target.rstrip(os.sep) + os.sep):

@@ -240,7 +240,7 @@ def unknown(name: str, base: Path) -> str:
     names = [*SOURCES, *builder_names(), *(sub.name for sub in base.glob("*") if sub.is_dir())]
     near = difflib.get_close_matches(name, list(dict.fromkeys(names)), n=3)  # a prepared one is there twice
     hint = f"did you mean {', '.join(near)}?" if near else f"write one of {', '.join(SOURCES)} or a TFDS name"
-    return f"no data is named {name!r}; {hint}"
+    return f"no data is named {name!r}; {hint}, or add --plugin MODULE for a data set of your own"
 
 
 def builder_names() -> list[str]:

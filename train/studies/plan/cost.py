@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mupax.train.studies.plan.flags import Plan
     from mupax.train.studies.plan.numbers import Line
 
+
 @dataclasses.dataclass(frozen=True)
 class Cost:
     """What a run takes.

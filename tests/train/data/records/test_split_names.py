@@ -81,10 +81,10 @@ def test_files_below_a_folder(tmp_path: Path):
     (root / "above").symlink_to(tmp_path)
     (root / "nowhere").symlink_to(tmp_path / "missing")
     os.mkfifo(root / "pipe")
-    found = listing.files_below(root)
-    assert [name for name, _ in found.files] == ["a.txt", "deep/b.txt", "linked/c.txt"]
-    assert sorted(found.skipped) == ["above", "again", "linked/back", "loop", "nowhere", "pipe"]
-    assert len(listing.summary(found.skipped)) == len(set(found.skipped.values()))
+    listed = listing.files_below(root)
+    assert [name for name, _ in listed.files] == ["a.txt", "deep/b.txt", "linked/c.txt"]
+    assert sorted(listed.skipped) == ["above", "again", "linked/back", "loop", "nowhere", "pipe"]
+    assert len(listing.summary(listed.skipped)) == len(set(listed.skipped.values()))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
