@@ -5,18 +5,25 @@ The wheel lies in an environment of its own, which borrows the dependencies and 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import tomllib
+import urllib.request
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,6 +188,131 @@ def test_an_example_runs_from_the_wheel(environment: Path, tmp_path: Path, name:
         assert printed.startswith(f"not installed: {' and '.join(absent)}; the last part is left out")
     else:
         assert "transformers says the same" in printed or "transformers writes the same" in printed
+
+
+TINY = (
+    "--model.width 32 --model.num-heads 2 --model.depth 1 --model.seq-len 64 --data.batch-size 8 --data.eval-examples 32 "
+    "--optimizer.warmup-steps 5 --log.no-samples --log.no-tensorboard --log.no-progress"
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def own_data(folder: Path) -> None:
+    """Write what a person may have: text and records in one folder, another text, and conversations."""
+    library = Path(sysconfig.get_path("stdlib"))
+    sources = sorted(library.glob("[a-m]*.py"))[:40]
+    mixed = folder / "mine"
+    (mixed / "deep").mkdir(parents=True)
+    for number, source in enumerate(sources):
+        target = mixed if number % 2 else mixed / "deep"
+        (target / source.name).write_bytes(source.read_bytes())
+    records = [json.dumps({"text": f"record {number} is like record {number % 7}. " * 8}) for number in range(300)]
+    (mixed / "records.jsonl").write_text("\n".join(records))
+    (folder / "other.txt").write_bytes((library / "typing.py").read_bytes())
+    with (folder / "chat.jsonl").open("w") as file:
+        for number in range(400):
+            question = {"role": "user", "content": f"say {number}"}
+            answer = {"role": "assistant", "content": f"it is {number % 7}."}
+            file.write(json.dumps({"messages": [question, answer]}) + "\n")
+    (folder / "chat.jinja").write_text(CHAT_TEMPLATE)
+
+
+@contextlib.contextmanager
+def served(mupax: str, folder: Path, model: str, **variables: str) -> Iterator[str]:
+    """Serve a model on a free port while entered, and give the server's address."""
+    command = [mupax, "train", "serve", model, "--port", "0"]
+    environment = {**os.environ, **variables, "PYTHONUNBUFFERED": "1"}
+    environment.pop("PYTHONPATH", None)
+    server = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert server.stdout is not None
+    printed = []
+    try:
+        for line in server.stdout:
+            printed.append(line)
+            address = re.search(r"http://[^\s;]+", line)
+            if address:
+                yield address[0].rstrip("/")
+                return
+        raise AssertionError("".join(printed))
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+
+
+def answered(url: str, body: dict[str, object]) -> dict[str, Any]:
+    """Return the JSON that a server answers to a request."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.release
+def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Path):
+    """From one's own text to a served model. Only training needs the data, and nothing needs the cache again."""
+    mupax = str(environment / "mupax")
+    home = tmp_path / "home"
+    there = tmp_path / "there"
+    home.mkdir()
+    there.mkdir()
+    own_data(home)
+
+    def run(line: str, folder: Path = home) -> str:
+        # Each place has a cache and settings of its own, as another machine has.
+        variables = {"MUPAX_DATA": str(folder / ".cache"), "MUPAX_HOME": str(folder / ".settings")}
+        return execute([mupax, *shlex.split(line)], folder, timeout_s=600, HF_HUB_OFFLINE="1", **variables)
+
+    run("data tokenizer text:mine --size 600 --out tokenizer.json")
+    data = "--data.name text:mine --data.tokenizer tokenizer.json --model.vocab-size 600"
+    run(f"train sweep lm-tiny {data} {TINY} --steps 20 --lr 2^-9:2^-1:9 --out sweep --save-tuned small")
+    assert "mup:small" in run("presets tuned")
+    run(f"train lm-tiny {data} {TINY} --preset mup:small --steps 40 --workdir runs/base")
+    run("train --resume --workdir runs/base --steps 60")
+    chat = (
+        "--data.chat-template chat.jinja --model.seq-len 64 --data.batch-size 8 --log.no-samples --log.no-tensorboard"
+    )
+    run(f"train finetune chat.jsonl --from runs/base --steps 20 {chat} --workdir runs/chat")
+
+    # Another machine: the runs alone.
+    shutil.copytree(home / "runs", there / "runs")
+    shutil.copy(home / "other.txt", there)
+    shutil.rmtree(home)
+    assert len(run("train generate runs/base --prompt 'def ' --tokens 8", there)) > 8
+    run("train eval runs/base --data.name text:other.txt --json scores.json", there)
+    scores = json.loads((there / "scores.json").read_text())
+    assert scores["step"] == 60
+    assert 0 < scores["bits_per_byte"] < 8
+    run("zoo export runs/base --out exported", there)
+    run("zoo export runs/chat --out exported-chat", there)
+    for name in ("exported", "exported-chat"):
+        assert (there / name / "generation_config.json").is_file()
+        assert (there / name / "tokenizer.json").read_bytes() == (
+            there / "runs" / "base" / "assets" / "tokenizer.json"
+        ).read_bytes()
+    assert (there / "exported-chat" / "chat_template.jinja").read_text() == CHAT_TEMPLATE
+    run("zoo import exported --out imported", there)
+    run("zoo import exported-chat --out imported-chat", there)
+    written = [run(f"train generate {name} --prompt 'def ' --tokens 8 --temperature 0", there) for name in PLACES]
+    assert written[0].splitlines()[0] == written[1].splitlines()[0] == written[2].splitlines()[0]
+    run("train eval imported --data.name text:other.txt --json imported.json", there)
+    imported = json.loads((there / "imported.json").read_text())
+    assert imported["loss"] == pytest.approx(scores["loss"], abs=2e-4)
+    variables = {"MUPAX_DATA": str(there / ".cache"), "MUPAX_HOME": str(there / ".settings")}
+    question = {"messages": [{"role": "user", "content": "say 3"}], "max_tokens": 12, "temperature": 0}
+    answers = []
+    for model in ("runs/chat", "imported-chat"):
+        with served(mupax, there, model, **variables) as address:
+            reply = answered(f"{address}/v1/chat/completions", question)
+        answers.append(reply["choices"][0]["message"]["content"])
+    assert answers[0] == answers[1] != ""
+
+
+PLACES = ("runs/base", "exported", "imported")
+"""The same weights as a run, as an export and as an import of that."""
 
 
 TYPED = """
