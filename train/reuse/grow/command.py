@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     data = data_sources.load(before.data, before.model, seed=before.data_seed, note=console.print)
     batch = {name: array[:EXAMPLES] for name, array in data.eval_batch(0).items() if name not in ("targets", "weights")}
     was, now = logits(one, old.params, batch), logits(other, state.params, batch)
-    step = runs.write(args.out, after, other.preset.describe(), state, run.facts)
+    step = runs.write(args.out, after, other.preset.describe(), state, run.facts, run.assets())
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
     init_from.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)

@@ -13,14 +13,16 @@ from rich.console import Console
 from mupax import terminal
 from mupax.paths import path_of
 from mupax.train.checkpoints.workdir import read_record
+from mupax.train.config.data import DataConfig
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config, InitConfig
 from mupax.train.core import state
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
-from mupax.train.reuse import plain, runs, transplant
+from mupax.train.reuse import own_files, plain, runs, transplant
 from mupax.train.reuse import source as pretrained
+from mupax.train.reuse.outline import outline
 from mupax.train.reuse.source import Source
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
 from mupax.zoo.definition import definition
@@ -58,6 +60,22 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         return config
     path = processes.broadcast("init_from", lambda: str(pretrained.located(path_of(start.init_from or ""))))
     return dataclasses.replace(config, init=dataclasses.replace(start, init_from=path))
+
+
+def own_settings(config: Config) -> DataConfig:
+    """Return a new run's settings of data, with the tokenizer of its source where both name the same one.
+
+    Args:
+        config: of the new run, whose `init.init_from` is given.
+
+    Raises:
+        WeightsError, JsonError, ConfigError, AssetsError: nothing of this kind there, or files that are not whole.
+    """
+    origin = outline(path_of(config.init.init_from or ""))
+    if origin.run is None:
+        return config.data
+    before, facts = origin.run
+    return own_files.settings(before.data, facts, origin.assets, config.data)
 
 
 def prepare(program: Program) -> Start:
