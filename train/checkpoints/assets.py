@@ -30,7 +30,6 @@ import xxhash
 
 from mupax import disk
 from mupax.disk import JsonError
-from mupax.paths import is_remote
 from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, steps
 from mupax.train.checkpoints.layout import ASSETS as FOLDER
@@ -59,8 +58,6 @@ class Assets:
     workdir: Path
     entries: Entries
     """The files. Size and digest are missing if the checkpoint is of a version that named none."""
-    record: Mapping[str, Any]
-    """Content of assets.json."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -81,9 +78,39 @@ class Assets:
         return self._verified(CHAT_TEMPLATE)
 
     @property
+    def record(self) -> dict[str, Any]:
+        """Verified content of assets.json.
+
+        Raises:
+            AssetsError: it is missing or damaged, or of a newer version.
+        """
+        path = next(path for path in self.entries if _name(path) == RECORD)
+        content = _content(self.workdir, path, self.entries[path])
+        try:
+            record = disk.json_object(content, str(self.workdir / path))
+        except JsonError as error:
+            raise AssetsError(f"{error}; {_MEND}") from error
+        if record.get("format") != FORMAT:
+            raise AssetsError(
+                f"{self.workdir / path} has the format {disk.shown(record.get('format'))}, and this version reads "
+                f"{FORMAT}; use the version that wrote it, or a newer one"
+            )
+        return record
+
+    @property
     def facts(self) -> dict[str, Any]:
-        """Class names and preprocessing, by the names that config.json's `data` has for them."""
-        return {name: self.record[name] for name in ("class_names", "pixels") if name in self.record}
+        """Class names and preprocessing, by the names that config.json's `data` has for them.
+
+        Empty where assets.json is missing, since config.json and manifests have them too.
+
+        Raises:
+            AssetsError: assets.json is damaged.
+        """
+        path = next(path for path in self.entries if _name(path) == RECORD)
+        if disk.status(self.workdir / path) is None:
+            return {}
+        record = self.record
+        return {name: record[name] for name in ("class_names", "pixels") if name in record}
 
     def files(self) -> dict[str, bytes]:
         """Return the content of every file by its name, for a run that is made of this one.
@@ -107,8 +134,7 @@ class Assets:
         changed: dict[str, str] = {}
         if data.tokenizer == recorded.tokenizer and self.tokenizer is not None:
             changed["tokenizer"] = str(self.tokenizer)
-        recorded_template = recorded.chat_template
-        if recorded_template is not None and data.chat_template == recorded_template and self.chat_template is not None:
+        if data.chat_template == recorded.chat_template and self.chat_template is not None:
             changed["chat_template"] = str(self.chat_template)
         return dataclasses.replace(data, **changed)
 
@@ -128,7 +154,6 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
         step: the checkpoint; the newest one unless given.
 
     Raises:
-        AssetsError: assets.json is missing or damaged.
         DiskError: the disk cannot be read.
     """
     entries = _named(workdir, step)
@@ -137,18 +162,21 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
         if RECORD not in names:
             return None
         entries = {f"{FOLDER}/{name}": [] for name in (TOKENIZER, CHAT_TEMPLATE, RECORD) if name in names}
-    path = next(path for path in entries if _name(path) == RECORD)
-    content = _content(workdir, path, entries[path])
-    try:
-        record = disk.json_object(content, str(workdir / path))
-    except JsonError as error:
-        raise AssetsError(f"{error}; {_MEND}") from error
-    if record.get("format") != FORMAT:
-        raise AssetsError(
-            f"{workdir / path} has the format {disk.shown(record.get('format'))}, and this version reads {FORMAT}; "
-            "use the version that wrote it, or a newer one"
-        )
-    return Assets(workdir, entries, record)
+    return Assets(workdir, entries)
+
+
+def problems(workdir: Path, entries: Entries) -> list[str]:
+    """Return a line for each asset that is missing or damaged.
+
+    Args:
+        workdir: folder of the run.
+        entries: assets that a manifest names.
+    """
+    lines: list[str] = []
+    for path, entry in entries.items():
+        if (problem := _problem(workdir / path, entry)) is not None:
+            lines.append(f"{path} {problem}")
+    return lines
 
 
 def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
@@ -176,8 +204,7 @@ def write(workdir: Path, files: Mapping[str, bytes], step: int = 0) -> Entries:
         content = files[_name(path)]
         if entry != _entry(content) or _problem(workdir / path, entry) is None:
             continue
-        if not is_remote(workdir):
-            (workdir / path).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / path).parent.mkdir(parents=True, exist_ok=True)
         disk.write_whole(workdir / path, content)
     return entries
 
@@ -195,8 +222,7 @@ def copy(workdir: Path, target: Path) -> None:
             if disk.status(source) is None:
                 continue
             copied = target / FOLDER / folder / name
-            if not is_remote(copied):
-                copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.parent.mkdir(parents=True, exist_ok=True)
             disk.write_whole(copied, disk.read_bytes(source))
 
 

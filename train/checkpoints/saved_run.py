@@ -35,11 +35,7 @@ class Trained(NamedTuple):
     """Name of the run."""
 
     def assets(self) -> Assets | None:
-        """Return the run's own tokenizer, chat template and class names; None of a run that an older version wrote.
-
-        Raises:
-            AssetsError: assets.json is missing or damaged.
-        """
+        """Return the run's own tokenizer, chat template and class names; None of a run that an older version wrote."""
         return assets.find(self.workdir, self.step)
 
     def verified(self) -> Path:

@@ -90,11 +90,7 @@ def find(
         WeightsError: a step or an average of weights that have none, or weights of an encoder-decoder, which reads text with noise.
     """
     if not _is_weights(path):
-        run = saved_run.find(path, step, average)
-        own = run.assets()
-        data = own_files.settings(run.config.data, run.facts, own)
-        config = dataclasses.replace(run.config, data=data)
-        return run._replace(config=config, facts={**run.facts, **(own.facts if own else {})})
+        return run_of(path, step, average)
     if step is not None or average is not None:
         raise WeightsError(
             f"{path} holds weights, and no run with steps or a moving average; leave --step and --ema out"
@@ -116,6 +112,24 @@ def find(
     config = Config(recipe="weights", model=model, data=data, preset=origin.preset or PresetConfig(name="sp"), steps=1)
     names = None if images is None else images.class_names
     return Weights(path, config, {} if names is None else {"class_names": list(names)})
+
+
+def run_of(path: Path, step: Step | None = None, average: bool | None = None) -> saved_run.Trained:
+    """Return a step of a run, without its arrays. Its config names the run's own tokenizer and chat template.
+
+    Args:
+        path: a run's workdir, or one of its steps.
+        step: which checkpoint, or best; the newest unless given.
+        average: whether the moving average is meant; where the run has one, unless given.
+
+    Raises:
+        WorkdirError, ConfigError, JsonError: as `saved_run.find`; or an asset of the run is missing or damaged.
+    """
+    run = saved_run.find(path, step, average)
+    own = run.assets()
+    data = own_files.settings(run.config.data, run.facts, own)
+    facts = {**run.facts, **(own.facts if own else {})}
+    return run._replace(config=dataclasses.replace(run.config, data=data), facts=facts)
 
 
 def _is_weights(path: Path) -> bool:

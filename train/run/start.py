@@ -245,7 +245,7 @@ def starting_position(
         "resume from", lambda: None if choice is None else selection.step_of(runtime.folder, choice, metric)
     )
     if checkpoints.latest_of_all() is None:
-        make_state = _prepared(program)  # what does not fit is refused before anything is written
+        make_state = _prepared(program, data)  # what does not fit is refused before anything is written
         announce(program, data, console)
         if runtime.resumed or config.resume:
             yet = "no checkpoint yet, " if runtime.resumed else ""
@@ -270,8 +270,8 @@ def starting_position(
         preset, flags = program.preset.describe(), program.compiler_options()
         facts = data.facts | ({"sets": {name: each.facts for name, each in sets.items()}} if sets else {})
         checkpoints.record = workdir.record(runtime.folder, config, facts, preset, flags, position.step)
-        files = data_assets.files_of(data, config.data, console.print)
-        checkpoints.assets = assets.write(runtime.folder, files, position.step)
+        asset_files = data_assets.files_of(data, config.data, console.print)
+        checkpoints.assets = assets.write(runtime.folder, asset_files, position.step)
     return position
 
 
@@ -288,18 +288,18 @@ def rewound(program: Program, data: Data, checkpoints: Checkpoints, at: int | No
         WorkdirError, ForeignError, DiskError: as `Checkpoints.restore`.
     """
     if checkpoints.latest_of_all() is None:
-        return _prepared(program)(Console(quiet=True))
+        return _prepared(program, data)(Console(quiet=True))
     facts = None if "data" in program.config.resume_change else data.facts
     return checkpoints.restore(program.abstract, facts, at)
 
 
-def _prepared(program: Program) -> Callable[[Console], TrainState]:
+def _prepared(program: Program, data: Data) -> Callable[[Console], TrainState]:
     """What makes the state of step 0, and says where it is from; its source is read already."""
     if program.config.init.init_from is None:
         return lambda console: program.initial_state()
     from mupax.train.reuse.start import init_from
 
-    start = init_from.prepare(program)
+    start = init_from.prepare(program, data.facts.get("tokenizer"))
 
     def make_state(console: Console) -> TrainState:
         init_from.show(console, f"starting from {program.config.init.init_from}", start.rows, start.notes)
