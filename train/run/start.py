@@ -151,10 +151,13 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
     step = None if choice is None else selection.step_of(runtime.folder, choice, metric)
     from mupax.train.reuse import own_files
 
-    try:
-        return own_files.settings(recorded, facts, assets.find(runtime.folder, step), config.data), ""
-    except assets.AssetsError as error:  # the data may make the same files again
-        return own_files.settings(recorded, facts, None, config.data), str(error)
+    own = assets.find(runtime.folder, step)
+    problem = ""
+    if own is not None and (problems := assets.problems(runtime.folder, own.entries)):
+        # The data may make the same files again.
+        own = None
+        problem = f"{runtime.folder}/{problems[0]}"
+    return own_files.settings(recorded, facts, own, config.data), problem
 
 
 def check_tokenizer(data: Data, runtime: Runtime, problem: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import random
@@ -11,11 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mupax.paths import path_of
+from mupax.train import data as data_sources
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import assets, manifest
+from mupax.train.config.data import DataConfig
+from mupax.train.config.recipes import RECIPES
 from mupax.train.data import assets as data_assets
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
@@ -318,3 +324,105 @@ def test_a_bucket_holds_them(bucket: str, project: Path) -> None:
     assert data_assets.end_ids(str(found.tokenizer), Subwords(path_of(str(found.tokenizer)))) == {0}
     assets.write(workdir, {name: content for name, content in files.items() if name != "chat_template.jinja"})
     assert templates.find(str(found.tokenizer)) is None
+
+
+def data_of(name: str, recipe: str = "lm-tiny", **fields: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the files that a run on such data keeps, and the content of assets.json."""
+    config = RECIPES[recipe]()
+    model: Any = config.model
+    if config.data.task == "tokens":
+        model = dataclasses.replace(model, seq_len=64, vocab_size=512)
+    settings = DataConfig(name=name, batch_size=4, **fields)
+    opened_data = data_sources.load(settings, model, seed=0, note=lambda line: None)
+    files = data_assets.files_of(opened_data, settings, note=lambda line: None)
+    return files, json.loads(files["assets.json"])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("text:texts", {}),
+        ("text:texts", {"stream": True}),
+        ("records:records", {"field": "code"}),
+        ("hf:records", {"field": "code"}),
+    ],
+    ids=["text", "stream", "records", "hf"],
+)
+def test_every_kind_of_text_has_its_tokenizer(name: str, fields: dict[str, Any], project: Path) -> None:
+    (project / "records").mkdir(exist_ok=True)
+    for split in ("train", "validation"):
+        lines = (json.dumps({"code": f"{split} def self {i} value"}) for i in range(99))
+        (project / "records" / f"{split}.jsonl").write_text("\n".join(lines))
+    files, record = data_of(name, tokenizer="bpe:290", **fields)
+    assert set(files) == {"tokenizer.json", "assets.json"}
+    assert record["tokenizer"]["name"] == "bpe:290"
+    files, record = data_of(name, **fields)
+    assert set(files) == {"assets.json"}
+    assert record["tokenizer"]["separator"] == {"text": None, "id": 0}
+
+
+def test_a_mixture_and_text_with_noise_have_their_tokenizer(project: Path) -> None:
+    tokenizer = str(project / "lm" / "assets" / "tokenizer.json")
+    mix = ("a=text:texts:1", "b=text:other:2")
+    files, _ = data_of("mix", mix=mix, tokenizer=tokenizer)
+    assert files["tokenizer.json"] == Path(tokenizer).read_bytes()
+    files, _ = data_of("text:texts", "ed-tiny", noise="infilling", tokenizer="bpe:290")
+    assert set(files) == {"tokenizer.json", "assets.json"}
+
+
+def test_token_ids_have_their_size_and_separator(project: Path) -> None:
+    np.save("ids.npy", np.arange(4000, dtype=np.uint16) % 300)
+    files, record = data_of("records:ids.npy", tokenizer="ids:300")
+    assert set(files) == {"assets.json"}
+    assert (record["tokenizer"]["name"], record["tokenizer"]["separator"]["id"]) == ("ids:300", 299)
+
+
+@pytest.mark.parametrize("name", ["digits", "images:images"])
+def test_images_have_class_names_and_preprocessing(name: str, project: Path) -> None:
+    for label in ("cat", "dog"):
+        (project / "images" / label).mkdir(parents=True, exist_ok=True)
+        for number in range(20):
+            pixels = np.full((8, 8), 9 * number + len(label), np.uint8)
+            Image.fromarray(pixels).save(project / "images" / label / f"{number}.png")
+    if name == "digits":
+        files, record = data_of(name, "vit-digits")
+        assert record["class_names"] == [str(digit) for digit in range(10)]
+    else:
+        model = dataclasses.replace(RECIPES["vit-digits"]().model, num_classes=2)
+        settings = DataConfig(name=name, batch_size=4)
+        opened_data = data_sources.load(settings, model, seed=0, note=lambda line: None)
+        files = data_assets.files_of(opened_data, settings)
+        record = json.loads(files["assets.json"])
+        assert record["class_names"] == ["cat", "dog"]
+    assert set(files) == {"assets.json"}
+    assert {"fit", "mean", "std"} <= record["pixels"].keys()
+
+
+def test_what_lies_beside_a_tokenizer_file_is_kept(project: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    shutil.copy(project / "lm" / "assets" / "tokenizer.json", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "!"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    file = folder / "tokenizer.json"
+    eos = Subwords(file).find("!")
+    before = templates.find(str(file))
+    files, record = data_of("text:texts", tokenizer=str(file))
+    assert record["chat_template"]["tokens"] == {"bos_token": "<s>", "eos_token": "!"}
+    assert record["tokenizer"]["ends"] == sorted([0, 7, 8, eos])
+    assets.write(tmp_path / "run", files)
+    shutil.rmtree(folder)
+    kept = str(tmp_path / "run" / "assets" / "tokenizer.json")
+    after = templates.find(kept)
+    assert before is not None
+    assert after is not None
+    assert (after.source, after.tokens) == (before.source, before.tokens)
+    assert data_assets.end_ids(kept, Subwords(Path(kept))) == {0, 7, 8, eos}
+
+
+def test_a_broken_template_beside_the_tokenizer_does_not_end_a_run_on_text(project: Path, tmp_path: Path) -> None:
+    shutil.copy(project / "lm" / "assets" / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    files, _ = data_of("text:texts", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert set(files) == {"tokenizer.json", "assets.json"}
