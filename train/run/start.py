@@ -145,7 +145,7 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
 
         return init_from.own_settings(config), ""
     before = workdir.recorded(runtime.folder)
-    recorded = from_json(completed(before["config"], to_json(config))).data
+    recorded = from_json({**completed(before["config"], to_json(config)), "resume": True}).data
     facts = before.get("data") or {}
     choice, metric = config.resume_from, config.checkpoint.best_metric
     step = None if choice is None else selection.step_of(runtime.folder, choice, metric)
