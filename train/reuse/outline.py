@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from mupax.disk import read_json
 from mupax.errors import MupaxError
-from mupax.train.checkpoints.selection import named_step
+from mupax.train.checkpoints import assets
+from mupax.train.checkpoints.assets import Assets
+from mupax.train.checkpoints.selection import BEST, named_step, step_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.record import model_from_json, preset_from_json, run_config
 from mupax.train.config.run import Config, PresetConfig
@@ -74,14 +76,21 @@ class Outline(NamedTuple):
     """Class names and preprocessing of a model of images."""
     run: tuple[Config, dict[str, Any]] | None
     """The run they come from, and what it recorded of its data."""
+    assets: Assets | None = None
+    """The run's own tokenizer, chat template and class names; None of weights alone and of runs of older versions."""
 
 
 def outline(path: Path) -> Outline:
     """What a path says of its weights; raises as `read`."""
-    folder, fields, _ = opened(path)
+    folder, fields, step = opened(path)
     if isinstance(fields, Recorded):
         config, facts = recorded_run(fields)
-        return Outline(folder, config.model, config.preset, images_of(facts, config.model, folder), (config, facts))
+        if step == BEST:
+            step = step_of(folder, step, config.checkpoint.best_metric)
+        own = assets.find(folder, step)
+        facts |= own.facts if own else {}
+        images = images_of(facts, config.model, folder)
+        return Outline(folder, config.model, config.preset, images, (config, facts), own)
     if (folder / MODEL).is_file():
         model, preset = checked_model(folder, fields), fields.get("preset")
         preset_fields = preset.get("fields") if isinstance(preset, Mapping) else None

@@ -14,6 +14,7 @@ from mupax.train.config.preset import PresetFlags
 from mupax.train.config.sections import Step
 
 if TYPE_CHECKING:
+    from mupax.train.checkpoints.assets import Assets
     from mupax.train.config.run import Config
     from mupax.train.data.text.tokenizer import Tokenizer
     from mupax.train.reuse.image_input import ImageInput
@@ -115,7 +116,7 @@ def exported(
     from mupax.zoo.families import ImageModel
 
     source, notes = pretrained.read(path, step), []
-    called, file = (None, tokenizer_file) if tokenizer_file else tokenizer_of(source.model, source.run)
+    called, file = (None, tokenizer_file) if tokenizer_file else tokenizer_of(source.model, source.run, source.assets)
     encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if called == "bytes" else None
     tokens = {**(_token_ids(source, encoder) if encoder else {}), **source.text_ids}
     notes += pretrained_files.write_huggingface(source, out, dtype, tokens)
@@ -147,15 +148,21 @@ def _token_ids(source: Source, encoder: Tokenizer) -> dict[str, int | None]:
     return {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad, "decoder_start_token_id": start}
 
 
-def tokenizer_of(model: ModelConfig, run: tuple[Config, dict[str, Any]] | None) -> tuple[str | None, Path | None]:
-    """What a run calls its tokenizer, and the file of it: the one that made the run's tokens, or None.
+def tokenizer_of(
+    model: ModelConfig, run: tuple[Config, dict[str, Any]] | None, own: Assets | None
+) -> tuple[str | None, Path | None]:
+    """Return what a run calls its tokenizer, and the tokenizer.json that made the run's tokens, or None where it is lost.
 
     Args:
-        model: of the run.
-        run: its config, and what it recorded of its data; None for weights without one.
+        model: the run's model.
+        run: its config, and what it recorded of its data; None for weights without a run.
+        own: the run's assets, where the file lies; a run of an older version has none, and the cache is searched.
+
+    Raises:
+        AssetsError: the file among the assets is missing or damaged.
     """
-    from mupax.train.data import cache
-    from mupax.train.data.text import named_tokenizers, tokenizer
+    from mupax.train.data.text import tokenizer
+    from mupax.train.reuse import own_files
 
     if run is None or model.task != "tokens":
         return None, None
@@ -163,12 +170,9 @@ def tokenizer_of(model: ModelConfig, run: tuple[Config, dict[str, Any]] | None) 
     name = config.data.tokenizer
     if name == "bytes":
         return name, None
-    size = named_tokenizers.bpe_size(name)
-    files = (cache.root() / "tokenizers").glob(f"bpe{size}-*.json") if size else [path_of(name)]
-    key = facts.get("tokenizer")
-    return name, next(
-        (file for file in files if file.is_file() and tokenizer.Subwords(file, config.data.separator).key == key), None
-    )
+    file = path_of(own_files.settings(config.data, facts, own).tokenizer)
+    is_here = file.is_file() and tokenizer.Subwords(file, config.data.separator).key == facts.get("tokenizer")
+    return name, file if is_here else None
 
 
 def _images_line(images: ImageInput) -> str:
