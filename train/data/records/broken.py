@@ -52,9 +52,7 @@ class BrokenLog:
         Args:
             key: names the data and how they are read.
         """
-        if not self.skip:
-            return
-        self._path = cache.folder(cache.root() / "broken") / f"{key}.jsonl"
+        self._path = cache.root() / "broken" / f"{key}.jsonl"
         new_parts = self._parts
         self._parts = {}
         if self._path.exists():
@@ -99,8 +97,8 @@ class BrokenLog:
         for unit in sorted({part.unit for part in self._parts.values()}):
             parts = [self._parts[name] for name in sorted(self._parts) if self._parts[name].unit == unit]
             count = sum(part.count for part in parts)
-            places = [place for part in parts for place in part.places][:_LISTED]
-            more = f" and {count - len(places)} more" if count > len(places) else ""
+            places = [*dict.fromkeys(place for part in parts for place in part.places)][:_LISTED]
+            more = f" and {count - len(places):,} more" if count > len(places) else ""
             plural = "s" if count > 1 else ""
             shown = ", ".join(places)
             lines.append(f"left out, as broken: {count:,} {unit}{plural}: {shown}{more} (the first: {parts[0].reason})")
@@ -111,6 +109,7 @@ class BrokenLog:
             return
         self._parts[name] = part
         if self._path is not None:
+            cache.folder(self._path.parent)
             with self._path.open("ab") as file:
                 file.write(json.dumps({"part": name, **part._asdict()}).encode() + b"\n")
 
@@ -128,7 +127,11 @@ class Tally:
         """Count a broken entry, or raise its error with the flag that leaves such entries out."""
         if not self._skip:
             raise DataError(f"{error}, or add --data.on-broken skip to leave out what is broken") from error
+        self.leave_out(place, str(error).removeprefix(f"{place} "))
+
+    def leave_out(self, place: str, reason: str) -> None:
+        """Count an entry that is left out under any flag."""
         self.count += 1
-        self.reason = self.reason or str(error).removeprefix(f"{place} ")
+        self.reason = self.reason or reason
         if len(self.places) < _LISTED:
             self.places.append(place)

@@ -67,10 +67,10 @@ class IdFile:
         if len(ids) != stop - start:
             raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
         if (wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))).size:
+            save = ", save ids of another width as .npy" if self.path.suffix.lower() != ".npy" else ""
             raise DataError(
                 f"{self.path} has the id {ids[wrong[0]]} at place {start + wrong[0]} (read as {self.dtype}), and the tokenizer "
-                f"has {self.vocab_size}; write data.tokenizer as the one that made the file, save ids of another width as "
-                ".npy, or take the file out"
+                f"has {self.vocab_size}; write data.tokenizer as the one that made the file{save}, or take the file out"
             )
         return ids
 

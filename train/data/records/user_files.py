@@ -275,6 +275,8 @@ def _nothing(path: Path, kind: str, not_text: Named, left_out: dict[str, str]) -
             "with the path of the tokenizer.json that made them, or ids:SIZE, how many tokens it has"
         )
     why = f": {'; '.join(listing.summary(left_out))}" if left_out else ""
+    if path.is_file():
+        why = "".join(f": it {reason}" for reason in left_out.values())
     if kind == "chat":
         return (
             f"{path} has no conversations in it{why}; chat:PATH takes .jsonl (or .gz, .zst of it) and .parquet with a field of "

@@ -76,14 +76,19 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     text.language_model(config.name, model)
     named_tokenizers.opened(config.tokenizer, config.separator)  # before the network is asked
     source, field = hub.opened(config.name), config.field
+    note(source.line)
+    key = cache.digest(source.key, field)
+    broken = BrokenLog()
+    broken.keep_in(key)
     count = math.gcd(config.batch_size, source.splits["train"].num_shards, files.MOST_LANES)
     corpus = Corpus(
-        key=cache.digest(source.key, field),
+        key=key,
         identity=cache.digest(source.revision, field),
-        lanes=[hub.HubDocuments(source, "train", field, (i, count)) for i in range(count)],
+        lanes=[hub.HubDocuments(source, "train", field, (i, count), broken) for i in range(count)],
         train=hub.HubDocuments(source, "train", field),
-        held_out=hub.HubDocuments(source, "eval", field),
+        held_out=hub.HubDocuments(source, "eval", field, broken=broken),
         facts={"revision": source.revision},
+        broken=broken,
     )
     return _opened(config, model, seed, note, corpus)
 
@@ -112,7 +117,7 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
     if lanes[0].ended:
         check_length(config, "training", len(beginning.tokens), 2 * model.seq_len, model.seq_len)
     for line in corpus.broken.summary() if corpus.broken is not None else ():
-        note(f"so far {line}")
+        note(f"so far: {line}")
     note(
         f"{config.name} is tokenized while it is trained on, in {count} lane{'s' if count > 1 else ''}; "
         f"{len(held_out.tokens):,} tokens of it to evaluate on"
