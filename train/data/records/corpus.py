@@ -99,7 +99,7 @@ def side(name: str | bytes) -> Split:
 
 def rank(name: str | bytes) -> float:
     """The hash of a path or text, in [0, 1)."""
-    content = name.encode() if isinstance(name, str) else name
+    content = name.encode(errors="surrogateescape") if isinstance(name, str) else name
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
 
 

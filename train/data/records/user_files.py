@@ -18,6 +18,8 @@ from mupax.train.data.records.tables import Table
 
 Named = list[tuple[str, Path]]
 _SNIFF_BYTES = 1 << 13
+_CHECKED_BYTES = 1 << 26
+"""Of plain text, of which broken files are left out before the others are split, so that no side has broken files alone."""
 _LISTED = 8
 _LINES = (".jsonl", ".ndjson", ".json")
 _UNREAD = (".arrow", ".csv", ".feather", ".tsv")
@@ -96,31 +98,17 @@ def files(
     else:
         raise DataError(f"no file or folder {path}; write data.name as {kind}:PATH, with the path of your {kind}")
     read = Files([], [], [], {}, [], BrokenLog(skip_broken), is_utf8)
-    # The README of a folder of records is not what is to be learned, a package.json among sources need not stop a run.
-    refused: dict[str, tuple[Path, DataError]] = {}
-    not_text: Named = []
-    for name, file in every:
-        try:
-            _place(read, name, file, field, vocab_size, kind)
-        except DamagedError as error:
-            read.broken.add(str(file), "file", str(file), error)
-            refused[name] = (file, error)
-        except _RefusedError as error:
-            refused[name] = (file, DataError(str(error)))
-            left_out[name] = error.reason
-        except _NotTextError as error:
-            not_text.append((name, file))
-            left_out[name] = error.reason
-    if kind != "text":
-        left_out |= {name: "is plain text" for name, _ in read.text}
-        not_text += read.text
-        read.text.clear()
-    unread = [(name, file) for name, (file, _) in refused.items()]
-    nothing = not _size(read.every())
-    if unread and (nothing or (_size(unread) >= _size(read.every()) and not skip_broken)):
-        raise max(refused.values(), key=lambda item: item[0].stat().st_size)[1]
-    if nothing:
-        raise DataError(_nothing(path, kind, not_text, left_out))
+    refused, not_text = _placed(read, every, field, vocab_size, kind)
+    if skip_broken and _size(read.text) <= _CHECKED_BYTES:
+        read = read._replace(text=[(name, file) for name, file in read.text if not _is_broken(file, read)])
+    left_out |= {name: error.reason for name, _, error in (*refused, *not_text) if isinstance(error, _NotTextError)}
+    read_size = _size(read.every())
+    refused_size = _size([(name, file) for name, file, _ in refused])
+    if refused and (read_size == 0 or (refused_size >= read_size and not skip_broken)):
+        _, _, error = max(refused, key=lambda entry: entry[1].stat().st_size)
+        raise DataError(str(error)) from error
+    if read_size == 0:
+        raise DataError(_nothing(path, kind, [(name, file) for name, file, _ in not_text], left_out))
     read, lines = _split(read, str(path))
     for line in (*listing.summary(left_out), *lines):
         note(f"{path}: {line}")
@@ -129,6 +117,44 @@ def files(
     for name, file in read.ids:
         note(f"reading {name} as {file.size:,} token ids ({file.dtype})")
     return read
+
+
+_Unread = tuple[str, Path, Exception]
+"""Path in the folder, file, and why it is not read."""
+
+
+def _placed(
+    read: Files, every: Named, field: str, vocab_size: int | None, kind: str
+) -> tuple[list[_Unread], list[_Unread]]:
+    """Put every file where it belongs. Return the files that hold nothing of the data, and those that are none of what is read.
+
+    The README of a folder of records is not what is to be learned, and a package.json among sources need not stop a run.
+
+    Raises:
+        DataError: a file is damaged, unless such are left out, or has ids of a width that cannot be told.
+    """
+    refused: list[_Unread] = []
+    not_text: list[_Unread] = []
+    for name, file in every:
+        try:
+            _place(read, name, file, field, vocab_size, kind)
+        except DamagedError as error:
+            read.broken.add(str(file), "file", str(file), error)
+            refused.append((name, file, error))
+        except _RefusedError as error:
+            refused.append((name, file, error))
+        except _NotTextError as error:
+            not_text.append((name, file, error))
+    if kind != "text":
+        not_text += [(name, file, _NotTextError("is plain text")) for name, file in read.text]
+        read.text.clear()
+    return refused, not_text
+
+
+def _is_broken(file: Path, read: Files) -> bool:
+    """Return whether a plain text is broken, and is left out."""
+    size = file.stat().st_size
+    return size > 0 and not corpus.Piece(file, 0, size, True, read.is_utf8, read.broken).read()
 
 
 def _split(read: Files, place: str) -> tuple[Files, list[str]]:
@@ -202,6 +228,8 @@ def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | Non
     of_lines, of_tables = (ChatLines, ChatTable) if kind == "chat" else (Lines, Table)
     try:
         if suffix in _LINES:
+            if file.suffix.lower() in _LINES:
+                _check_coding(file, corpus.read_bytes(file, 0, _SNIFF_BYTES))
             lines = of_lines(file, field, read.broken)
             lines.first()
             read.records.append((name, lines))
@@ -240,10 +268,8 @@ def _beginning_of_text(file: Path) -> bytes:
     """
     beginning = corpus.read_bytes(file, 0, _SNIFF_BYTES)
     suffix = file.suffix.lower()
-    wide = None if suffix in ids.SUFFIXES else _wide(beginning)
-    if wide is not None:
-        advice = f"is {wide}, not UTF-8: convert it by `iconv -f {wide} -t UTF-8`"
-        raise _RefusedError(advice, f"{file} {advice}")
+    if suffix not in ids.SUFFIXES:
+        _check_coding(file, beginning)
     if suffix in (*_PACKED, ".zip"):
         raise _NotTextError("is compressed, and no file of records: unpack it")
     if beginning == codecs.BOM_UTF8:
@@ -251,6 +277,14 @@ def _beginning_of_text(file: Path) -> bytes:
     if b"\0" in beginning:
         raise _NotTextError("has NUL bytes, so it is no plain text")
     return beginning
+
+
+def _check_coding(file: Path, beginning: bytes) -> None:
+    """Raise _RefusedError for text of wide characters."""
+    wide = _wide(beginning)
+    if wide is not None:
+        advice = f"is {wide}, not UTF-8: convert it by `iconv -f {wide} -t UTF-8`"
+        raise _RefusedError(advice, f"{file} {advice}")
 
 
 def _wide(beginning: bytes) -> str | None:

@@ -161,7 +161,7 @@ def open_text(
     sides = packing.prepared(key, documents, encoder, note)
     if files is not None:
         facts = facts | note_broken(files, note)
-        if files.text or files.sides:  # the split of records by their content has a text on one side only
+        if files.text or files.ids or files.sides:  # records that are split by content have a text on one side only
             duplicates.report(sides, encoder.separator, note)
     some = sides["train"].tokens[:_LOOKED_AT]
     if (

@@ -214,6 +214,7 @@ def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
         "picture.png": b"\x89PNG\0\0",
         "packed.txt.gz": gzip.compress(b"words\n"),
         "other.jsonl": b'{"message": "x"}\n',
+        "wide.jsonl": '{"text": "x"}\n'.encode("utf-16"),
         "ids.bin": bytes(range(8)),
     }
     for name, content in odd.items():
@@ -222,7 +223,7 @@ def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
     notes: list[str] = []
     opened(f"text:{folder}", notes)
     message = {name: next(note for note in notes if name in note) for name in (*odd, "nowhere.txt")}
-    for name in ("wide.txt", "wide_unmarked.txt"):
+    for name in ("wide.txt", "wide_unmarked.txt", "wide.jsonl"):
         assert "UTF-16" in message[name]
     assert "UTF-32" in message["wider.txt"]
     assert "compressed" in message["packed.txt.gz"]
@@ -374,6 +375,30 @@ def test_a_broken_text_is_named_or_left_out(
     assert names_in("".join(text_of(loaded)), names) == names
     opened(f"text:{folder}", notes, on_broken="skip", **fields)  # a stream has read it by now
     assert any(place in note for note in notes)
+
+
+def test_broken_texts_are_not_the_whole_of_a_side(tmp_path: Path) -> None:
+    """A few files, of which the broken ones are those that their hashes would evaluate on."""
+    names = [f"{i}.txt" for i in range(5)]
+    for name in names:
+        write_text(tmp_path / "t", name)
+    for name in corpus.names_for_eval(names):
+        (tmp_path / "t" / name).write_bytes(b"na\xefve\n" * 20)
+    notes: list[str] = []
+    opened(f"text:{tmp_path / 't'}", notes, on_broken="skip", tokenizer="bpe:300", vocab_size=300)
+    assert any("left out, as broken" in note for note in notes)
+
+
+def test_names_that_are_no_utf8_are_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.txt", "b.txt"):
+        write_text(tmp_path / "t", name)
+    try:
+        (tmp_path / "t" / "caf\udce9.txt").write_text("words\n" * 20)
+    except OSError:
+        pytest.skip("the file system has only names of UTF-8")
+    (tmp_path / "t" / "na\udcefve.bin").write_bytes(b"\0\1\2")
+    assert prepare(f"text:{tmp_path / 't'}") == 0
+    assert "ve.bin" in "".join(capfd.readouterr())
 
 
 def test_control_bytes_need_no_coding(tmp_path: Path) -> None:
