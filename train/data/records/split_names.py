@@ -26,6 +26,10 @@ WORDS: dict[str, Split] = {
 """The one list of names of a split. It serves folders of images, files of text and records, and data sets of the hub."""
 
 
+_ABOUT = ("readme", "license", "licence", "copying", "citation", "notice")
+"""Beginnings of the names of files that tell about data and hold none."""
+
+
 class SplitNames(NamedTuple):
     """The parts of a data set by the names that its files or folders carry."""
 
@@ -103,7 +107,7 @@ class FileSplit(NamedTuple):
     unused: list[str]
     """Files of the test part, where a validation part is there too."""
     outside: list[str]
-    """Files beside the folders of the split, such as a README.md."""
+    """Files beside the split, such as a README.md."""
     line: str
     """What is trained on, evaluated on and not used, for the user."""
 
@@ -111,8 +115,8 @@ class FileSplit(NamedTuple):
 def file_split(files: Iterable[str], place: str) -> FileSplit | None:
     """Return the split that names tell, or `None` if they tell none.
 
-    Folders tell it if every top-level folder carries a name of a part, and files if every file does. A single top-level
-    folder that holds everything else, such as `data`, is looked into.
+    Folders tell it if every top-level folder carries a name of a part, and files if every file does but a README, a licence
+    and the like. A single top-level folder that holds everything else, such as `data`, is looked into.
 
     Args:
         files: paths within the folder, with slashes.
@@ -122,13 +126,14 @@ def file_split(files: Iterable[str], place: str) -> FileSplit | None:
         DataError: the same part has two names.
     """
     every = sorted(files)
-    inside = every
+    data_files = [file for file in every if not _is_about(file)]
+    inside = data_files
     prefix = ""
     while inside:
         tops = {file: file.removeprefix(prefix).partition("/")[0] for file in inside}
         folders = {top for file, top in tops.items() if file != prefix + top}
         parts = by_name(folders, place)
-        if parts is None and len(inside) == len(every):  # a split of files has none beside it
+        if parts is None and len(inside) == len(data_files):  # a split of files has none beside it
             parts = by_name(set(tops.values()), place)
         if parts is not None:
             return _file_split(parts, tops, every, prefix)
@@ -136,9 +141,15 @@ def file_split(files: Iterable[str], place: str) -> FileSplit | None:
             break
         prefix += f"{folders.pop()}/"
         inside = [file for file in inside if file.startswith(prefix)]
-    names = {file: file.rpartition("/")[2] for file in every}
+    names = {file: file.rpartition("/")[2] for file in data_files}
     parts = by_name(set(names.values()), place)
     return None if parts is None else _file_split(parts, names, every, "")
+
+
+def _is_about(file: str) -> bool:
+    """Return whether a file tells about data, by its name: README.md, LICENSE.txt."""
+    name = file.rpartition("/")[2].lower()
+    return re.split(r"[._\- ]", name)[0] in _ABOUT and split_word(name) is None
 
 
 def _file_split(parts: SplitNames, names: dict[str, str], every: list[str], prefix: str) -> FileSplit:

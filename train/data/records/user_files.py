@@ -108,7 +108,9 @@ def files(
         _, _, error = max(refused, key=lambda entry: entry[1].stat().st_size)
         raise DataError(str(error)) from error
     if read_size == 0:
-        raise DataError(_nothing(path, kind, [(name, file) for name, file, _ in not_text], left_out))
+        reasons = [f"it {reason}" for reason in left_out.values()] if path.is_file() else listing.summary(left_out)
+        not_text_files = [(name, file) for name, file, _ in not_text]
+        raise DataError(_nothing(path, kind, not_text_files, [*reasons, *read.broken.summary()]))
     read, lines = _split(read, str(path))
     for line in (*listing.summary(left_out), *lines):
         note(f"{path}: {line}")
@@ -178,7 +180,7 @@ def _split(read: Files, place: str) -> tuple[Files, list[str]]:
     sides: dict[str, Literal["train", "eval"]] = {}
     for split in told:
         lines.append(split.line)
-        lines += listing.summary(dict.fromkeys(split.outside, "stands beside the folders of the split"))
+        lines += listing.summary(dict.fromkeys(split.outside, "stands beside the split"))
         unused.update(split.unused, split.outside)
         sides |= split.sides
     used = read._replace(
@@ -301,16 +303,14 @@ def _wide(beginning: bytes) -> str | None:
     return None
 
 
-def _nothing(path: Path, kind: str, not_text: Named, left_out: dict[str, str]) -> str:
+def _nothing(path: Path, kind: str, not_text: Named, reasons: list[str]) -> str:
     """Return the error of a path of which nothing can be read."""
     if any(file.suffix.lower() in ids.SUFFIXES for _, file in not_text):
         return (
             f"{path} has no {kind} in it: NUL bytes in {_listed(not_text)}; if these are token ids, write --data.tokenizer "
             "with the path of the tokenizer.json that made them, or ids:SIZE, how many tokens it has"
         )
-    why = f": {'; '.join(listing.summary(left_out))}" if left_out else ""
-    if path.is_file():
-        why = "".join(f": it {reason}" for reason in left_out.values())
+    why = f": {'; '.join(reasons)}" if reasons else ""
     if kind == "chat":
         return (
             f"{path} has no conversations in it{why}; chat:PATH takes .jsonl (or .gz, .zst of it) and .parquet with a field of "

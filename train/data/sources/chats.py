@@ -12,7 +12,7 @@ from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, splits, user_files
+from mupax.train.data.records import corpus, duplicates, splits, user_files
 from mupax.train.data.sources.text import check_vocabulary, language_model, note_broken
 from mupax.train.data.text import named_tokenizers, packing, tokenizer
 from mupax.zoo.families import ModelConfig
@@ -54,6 +54,8 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     files.broken.keep_in(key)
     sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)
     broken = note_broken(files, note)
+    if files.sides:
+        duplicates.report(sides, tokens.separator, note)
     without = [where for _, file in files.records for where in file.without_answer]  # pyright: ignore
     if without:
         more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""

@@ -52,7 +52,8 @@ def write_records(folder: Path, name: str, *more: bytes) -> None:
 
 def opened(name: str, notes: list[str] | None = None, **fields: Any) -> Any:
     vocab_size = fields.pop("vocab_size", 256)
-    model = type(SMALL)(**{**vars(SMALL), "vocab_size": vocab_size})
+    sizes = {"vocab_size": vocab_size, "seq_len": fields.pop("seq_len", SMALL.seq_len)}
+    model = type(SMALL)(**{**vars(SMALL), **sizes})
     note = ([] if notes is None else notes).append
     return data.load(DataConfig(name=name, batch_size=4, **fields), model, seed=0, note=note)
 
@@ -111,6 +112,17 @@ def test_names_tell_the_split(
         assert not part or part[0].partition("/")[0].partition(".")[0] in message
 
 
+@pytest.mark.parametrize("about", ["README.md", "README", "LICENSE.txt"])
+def test_a_readme_beside_files_does_not_spoil_the_split(tmp_path: Path, about: str) -> None:
+    for name in ("train.txt", "val.txt", about):
+        write_text(tmp_path / "t", name)
+    notes: list[str] = []
+    train, evaluation = text_of(opened(f"text:{tmp_path / 't'}", notes))
+    assert names_in(train, ["train.txt", "val.txt", about]) == ["train.txt"]
+    assert names_in(evaluation, ["train.txt", "val.txt", about]) == ["val.txt"]
+    assert any(about in note for note in notes)
+
+
 @pytest.mark.parametrize("kind", ["text", "records"])
 def test_a_readme_beside_folders_does_not_spoil_the_split(tmp_path: Path, kind: str) -> None:
     for name in ("train/a.jsonl", "val/b.jsonl"):
@@ -152,6 +164,7 @@ def test_two_names_for_one_part_are_refused(
         ["bus/a.txt", "car/b.txt", "train/c.txt", "val/d.txt"],
         ["train/a.txt", "train/b.txt", "train/c.txt"],
         ["trains.txt", "evaluate.txt", "contest.txt"],
+        ["train.txt", "val.txt", "notes.txt"],
     ],
 )
 def test_control_other_names_keep_the_hash_split(tmp_path: Path, names: list[str]) -> None:
@@ -454,12 +467,39 @@ def test_only_broken_records_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n' * 30)
     with pytest.raises(DataError, match=r"a\.jsonl"):
         opened(f"records:{tmp_path / 'a.jsonl'}", on_broken="skip")
+    (tmp_path / "b.txt").write_bytes(b"na\xefve\n" * 30)
+    with pytest.raises(DataError, match=r"b\.txt line 1"):
+        opened(f"text:{tmp_path / 'b.txt'}", on_broken="skip", tokenizer="bpe:300", vocab_size=300)
 
 
 def test_what_was_prepared_without_broken_records_is_not_read_where_they_stop(tmp_path: Path) -> None:
     write_records(tmp_path, "a.jsonl", b"null")
     assert prepare(f"records:{tmp_path / 'a.jsonl'}", "--on-broken", "skip") == 0
     assert prepare(f"records:{tmp_path / 'a.jsonl'}") == 2
+
+
+@pytest.mark.parametrize(
+    "broken", [b"null", b'{"messages": null}', b'{"messages": "x"}', b'{"messages": [{"role": 1}]}']
+)
+def test_a_broken_conversation_is_named_or_left_out(tmp_path: Path, broken: bytes) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+    )
+    for name in ("train.jsonl", "val.jsonl"):
+        turns = [[{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "so"}] for i in range(12)]
+        lines = [json.dumps({"messages": talk}).encode() for talk in turns]
+        lines[5:5] = [broken]
+        (tmp_path / "t").mkdir(exist_ok=True)
+        (tmp_path / "t" / name).write_bytes(b"\n".join(lines))
+    fields = {"chat_template": str(template), "seq_len": 64}
+    with pytest.raises(DataError, match=r"train\.jsonl line 6.*--data\.on-broken skip"):
+        opened(f"chat:{tmp_path / 't'}", **fields)
+    notes: list[str] = []
+    loaded = opened(f"chat:{tmp_path / 't'}", notes, on_broken="skip", **fields)
+    assert (loaded.facts["train_records"], loaded.facts["eval_records"], loaded.facts["broken"]) == (12, 12, 2)
+    assert any("2 records" in note and "val.jsonl line 6" in note for note in notes)
+    assert any("12 of 12" in note and "also" in note for note in notes)
 
 
 # Widths of ids
