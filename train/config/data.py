@@ -35,11 +35,13 @@ SOURCES: dict[str, Source] = {
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES),
     "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES),
-    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix", "stream"}),
-    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream"}),
-    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream"}),
-    "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | {"field"}),
-    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | {"field", "chat_template", "loss_on"}),
+    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix", "stream", "on_broken"}),
+    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
+    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
+    "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | {"field", "on_broken"}),
+    "chat:PATH": Source(
+        f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | {"field", "chat_template", "loss_on", "on_broken"}
+    ),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -215,7 +217,8 @@ class DataConfig:
     """Light augmentation of training images."""
     transforms: TransformsConfig = TransformsConfig()
     on_broken: Literal["stop", "skip"] = "stop"
-    """images:PATH only: whether an image that cannot be decoded ends the run before it starts, or is left out."""
+    """Whether a broken image, text, record or file ends the run before it starts, or is left out and counted. For images:, text:,
+    records:, chat: and hf:, and mixtures of them."""
     pixels: PixelsConfig = PixelsConfig()
     train_percent: int = 100
     """Data sets of TFDS only: percent of the training split that is trained on, the first of it; the rest is left out."""

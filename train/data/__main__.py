@@ -10,7 +10,7 @@ import socket
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from tyro import conf
@@ -40,6 +40,8 @@ class Prepare:
     """Of text:PATH and records:PATH, as data.separator."""
     field: str = "text"
     """Of records: the field or column that has the text."""
+    on_broken: Literal["stop", "skip"] = "stop"
+    """Of text:PATH and records:PATH: whether a broken file or record ends the preparation, or is left out and counted."""
 
     def run(self) -> int:
         """0 when prepared, 1 when TFDS could not."""
@@ -83,7 +85,12 @@ class Prepare:
         from mupax.train.data import load
         from mupax.zoo.configs import DecoderConfig
 
-        fields = {"tokenizer": self.tokenizer, "separator": self.separator, "field": self.field}
+        fields = {
+            "tokenizer": self.tokenizer,
+            "separator": self.separator,
+            "field": self.field,
+            "on_broken": self.on_broken,
+        }
         config = DataConfig(name=self.name, batch_size=1, **fields)
         facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
         train, evaluation = facts["train_tokens"], facts["eval_tokens"]

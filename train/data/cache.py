@@ -194,7 +194,8 @@ def digest(*parts: str | bytes) -> str:
     """16 hexadecimal digits that name these parts: SHA-256 over each part's length and content."""
     total = hashlib.sha256()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        # Names of files may have bytes that are no UTF-8.
+        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
         total.update(len(data).to_bytes(8, "little"))
         total.update(data)
     return total.hexdigest()[:16]

@@ -6,16 +6,19 @@ A file is for evaluation when the hash of its relative path says so, so the same
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import hashlib
 import itertools
 import os
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
+from mupax.train.data.records.broken import BrokenLog
 
 Split = Literal["train", "eval"]
 EVAL_SHARE = 0.08
@@ -28,26 +31,65 @@ _PIECE_BYTES = 1 << 24
 class Piece:
     """Bytes [start, stop) of a file, all on one side of the split.
 
-    `ends` says that the document ends here; only a large file has more than one piece to a side.
+    Attributes:
+        ends: whether the document ends here; only a large file has more than one piece to a side.
+        is_utf8: whether the tokenizer reads characters, so that other bytes are broken text.
+        broken: decides on broken text, and counts it.
     """
 
     path: Path
     start: int
     stop: int
     ends: bool = True
+    is_utf8: bool = False
+    broken: BrokenLog = dataclasses.field(default_factory=BrokenLog, compare=False)
 
     def read(self) -> list[tuple[bytes, bool]]:
-        """The piece's bytes, and `ends`: all that it has.
+        """Return the piece's bytes, without a mark of UTF-8 at the file's beginning, and `ends`: all that it has.
 
         Raises:
-            DataError: the file is gone, is shorter than it was, or is no text (it has a NUL byte).
+            DataError: the file is gone, is shorter than it was, or is no text, unless such is left out.
         """
         data = read_bytes(self.path, self.start, self.stop)
         if len(data) != self.stop - self.start:
             raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
-        if b"\0" in data:
-            raise DataError(f"{self.path} is not text: it has a NUL byte. Take it out of the folder")
-        return [(data, self.ends)]
+        wrong = self._wrong(data)
+        if wrong is not None:
+            offset, reason = wrong
+            place = f"{self.path} line {self._line(data, offset)}"
+            error = DataError(f"{place} {reason}")
+            self.broken.add(f"{self.path} {self.start}", "text", place, error)
+            # The end of a document whose other pieces are read stays where it is.
+            return [(b"", self.ends)] if self._is_part else []
+        if self.start == 0:
+            data = data.removeprefix(codecs.BOM_UTF8)
+        return [(data, self.ends)] if data or self._is_part else []
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether the document may have other pieces."""
+        return self.start > 0 or not self.ends
+
+    def _wrong(self, data: bytes) -> tuple[int, str] | None:
+        """Return where the first byte that is no text is, and what is wrong with it; `None` if all is well."""
+        zero = data.find(b"\0")
+        if zero >= 0:
+            return zero, "is not text: it has a NUL byte. Repair it, or take the file out of the folder"
+        if self.is_utf8:
+            try:
+                data.decode()
+            except UnicodeDecodeError as error:
+                near = data[max(0, error.start - 20) : error.start + 10]
+                advice = "convert the file, or use data.tokenizer bytes"
+                return error.start, f"is not UTF-8 near {near!r}; {advice}"
+        return None
+
+    def _line(self, data: bytes, offset: int) -> int:
+        """Return the line of the file, from 1, that byte `offset` of the piece is in."""
+        lines = 1 + data.count(b"\n", 0, offset)
+        for start in range(0, self.start, _PIECE_BYTES):
+            lines += read_bytes(self.path, start, min(start + _PIECE_BYTES, self.start)).count(b"\n")
+        return lines
 
 
 def side(name: str | bytes) -> Split:
@@ -57,7 +99,7 @@ def side(name: str | bytes) -> Split:
 
 def rank(name: str | bytes) -> float:
     """The hash of a path or text, in [0, 1)."""
-    content = name.encode() if isinstance(name, str) else name
+    content = name.encode(errors="surrogateescape") if isinstance(name, str) else name
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") / 2**64
 
 
@@ -100,21 +142,33 @@ def read_bytes(path: Path, start: int, stop: int) -> bytes:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
 
 
-def text_pieces(files: list[tuple[str, Path]]) -> dict[str, list[Piece]]:
-    """The two sides of a user's text, pieces of files each.
+def text_pieces(
+    files: list[tuple[str, Path]], sides: Mapping[str, str], is_utf8: bool, broken: BrokenLog
+) -> dict[str, list[Piece]]:
+    """Return the two sides of a user's text, pieces of files each.
 
-    Files go by the hash of their path. A single file is cut at a line end, and its last tenth is for evaluation.
+    Files go by the hash of their path, unless their names tell the side. A single file is cut at a line end, and its last tenth
+    is for evaluation.
+
+    Args:
+        files: relative path and file of each.
+        sides: `train` or `eval` by relative path, where names tell it.
+        is_utf8, broken: as `Piece` has them.
     """
     files = [(name, path) for name, path in files if path.stat().st_size]
-    if len(files) == 1:
+    if len(files) == 1 and files[0][0] not in sides:
         path, size = files[0][1], files[0][1].stat().st_size
         cut = _after_line(path, size - size // 10, size)
-        return {"train": _pieces(path, 0, cut), "eval": _pieces(path, cut, size)}
-    for_eval = names_for_eval([name for name, _ in files])
-    sides: dict[str, list[Piece]] = {"train": [], "eval": []}
+        return {
+            "train": _pieces(path, 0, cut, is_utf8, broken),
+            "eval": _pieces(path, cut, size, is_utf8, broken),
+        }
+    for_eval = names_for_eval([name for name, _ in files if name not in sides])
+    pieces: dict[str, list[Piece]] = {"train": [], "eval": []}
     for name, path in files:
-        sides["eval" if name in for_eval else "train"] += _pieces(path, 0, path.stat().st_size)
-    return sides
+        side_by_hash = "eval" if name in for_eval else "train"
+        pieces[sides.get(name, side_by_hash)] += _pieces(path, 0, path.stat().st_size, is_utf8, broken)
+    return pieces
 
 
 def names_for_eval(names: list[str]) -> set[str]:
@@ -124,13 +178,14 @@ def names_for_eval(names: list[str]) -> set[str]:
     return for_eval - set(ranked[-1:]) if len(for_eval) == len(names) else for_eval
 
 
-def _pieces(path: Path, start: int, stop: int) -> list[Piece]:
-    """[start, stop) of a file, cut at line ends into parts small enough to hold in memory."""
+def _pieces(path: Path, start: int, stop: int, is_utf8: bool = False, broken: BrokenLog | None = None) -> list[Piece]:
+    """Return [start, stop) of a file, cut at line ends into parts small enough to hold in memory."""
     cuts = [start]
     while stop - cuts[-1] > _PIECE_BYTES:
         cuts.append(_after_line(path, cuts[-1] + _PIECE_BYTES, stop))
     cuts = [*cuts, stop] if cuts[-1] < stop else cuts
-    return [Piece(path, a, b, ends=b == stop) for a, b in itertools.pairwise(cuts)]
+    log = broken or BrokenLog()
+    return [Piece(path, a, b, b == stop, is_utf8, log) for a, b in itertools.pairwise(cuts)]
 
 
 def _after_line(path: Path, near: int, stop: int) -> int:

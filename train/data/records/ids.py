@@ -1,4 +1,7 @@
-"""Files of token ids: nanoGPT's .bin (ids of 16 bits, without a header), llm.c's .bin (with one), and .npy of whole numbers."""
+"""Files of token ids: nanoGPT's .bin (16 bits an id, no header), llm.c's .bin (with a header), and .npy of whole numbers.
+
+A .bin without a header does not say how wide its ids are. Ids of 32 or 64 bits are seen by their upper halves, which are all 0.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,15 @@ _PART_IDS = 1 << 23
 _LLM_C = {20240520: "<u2", 20240801: "<u4"}
 """The first number of llm.c's headers, and what follows them."""
 _LLM_C_BYTES = 1024
+_SAMPLES = 16
+"""Places in a file that are looked at to see how wide its ids are."""
+_SAMPLE_BYTES = 1 << 15
+_ENOUGH = 64
+"""Ids whose upper halves are all 0 by no accident."""
+
+
+class WidthError(DataError):
+    """Ids of 16 or 32 bits, or half as many of twice as many bits: the file does not say."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +46,12 @@ class IdFile:
     size: int
     vocab_size: int
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether ids are as wide as those of such a file are without a look at them."""
+        has_type = self.offset > 0  # in the header
+        return has_type or self.dtype.str == default_width(self.vocab_size)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids [start, stop) as int64.
 
@@ -49,9 +67,10 @@ class IdFile:
         if len(ids) != stop - start:
             raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
         if (wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))).size:
+            save = ", save ids of another width as .npy" if self.path.suffix.lower() != ".npy" else ""
             raise DataError(
                 f"{self.path} has the id {ids[wrong[0]]} at place {start + wrong[0]} (read as {self.dtype}), and the tokenizer "
-                f"has {self.vocab_size}; write data.tokenizer as the one that made the file, or take the file out"
+                f"has {self.vocab_size}; write data.tokenizer as the one that made the file{save}, or take the file out"
             )
         return ids
 
@@ -69,10 +88,11 @@ def opened(path: Path, vocab_size: int) -> IdFile:
 
     Args:
         path: of a .bin or .npy.
-        vocab_size: of the tokenizer that made it. Without a header an id has 16 bits, or 32 where the vocabulary needs them.
+        vocab_size: of the tokenizer that made it. Without a header an id has 16 bits, or 32 where the vocabulary needs them,
+            unless the file shows that its ids are wider.
 
     Raises:
-        DataError: it is no file of ids, or not of this vocabulary.
+        DataError: it is no file of ids, or not of this vocabulary, or of a width that cannot be told.
     """
     with path.open("rb") as file:
         if path.suffix.lower() == ".npy":
@@ -90,10 +110,55 @@ def opened(path: Path, vocab_size: int) -> IdFile:
                 raise DataError(f"{path} has an index beside it, as Megatron's; write its ids alone as a .npy")
             kind = _LLM_C.get(int.from_bytes(file.read(4), "little"))
             offset = _LLM_C_BYTES if kind else 0
-            dtype = np.dtype(kind or ("<u2" if vocab_size <= 1 << 16 else "<u4"))
+            dtype = np.dtype(kind or _width(path, default_width(vocab_size)))
     size, rest = divmod(path.stat().st_size - offset, dtype.itemsize)
     if rest:
         raise DataError(f"{path} is no row of ids of {dtype.itemsize} bytes: {rest} are left over")
     ids = IdFile(path, dtype, offset, size, vocab_size)
     ids.read(0, min(size, 1024))
     return ids
+
+
+def default_width(vocab_size: int) -> str:
+    """Return the type of an id in a file without a header, as numpy writes it."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def _width(path: Path, dtype: str) -> str:
+    """Return the type of the ids of a file without a header.
+
+    Args:
+        path: of the file.
+        dtype: type that an id has unless the file shows another one.
+
+    Raises:
+        WidthError: the upper halves seem to be 0, but the file is too short to tell.
+    """
+    for wider in ("<u4", "<u8"):
+        itemsize = np.dtype(dtype).itemsize
+        if itemsize >= np.dtype(wider).itemsize or path.stat().st_size % (2 * itemsize):
+            continue
+        halves = _sampled(path, 2 * itemsize).view(dtype).reshape(-1, 2)
+        lower_is_zero, upper_is_zero = not halves[:, 0].any(), not halves[:, 1].any()
+        if lower_is_zero or not upper_is_zero:  # nothing but zeros, or ids of this width
+            return dtype
+        if len(halves) < _ENOUGH:
+            raise WidthError(
+                f"{path} has a 0 in every second place of {8 * itemsize} bits: {2 * len(halves)} ids of {8 * itemsize} bits, or "
+                f"{len(halves)} of {16 * itemsize}; save them as .npy, which says their type"
+            )
+        dtype = wider
+    return dtype
+
+
+def _sampled(path: Path, itemsize: int) -> np.ndarray:
+    """Return bytes from places all over a file, each a whole number of items."""
+    size = path.stat().st_size
+    step = max(_SAMPLE_BYTES, size // _SAMPLES)
+    starts = range(0, size, step - step % itemsize)
+    with path.open("rb") as file:
+        blocks = []
+        for start in starts:
+            file.seek(start)
+            blocks.append(file.read(_SAMPLE_BYTES))
+    return np.frombuffer(b"".join(blocks), np.uint8)

@@ -6,11 +6,11 @@ A line is for evaluation when the hash of its text says so, so the same text is 
 from __future__ import annotations
 
 import bz2
+import codecs
 import contextlib
 import dataclasses
 import gzip
 import io
-import itertools
 import json
 import lzma
 from collections.abc import Iterator
@@ -18,11 +18,18 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mupax.train.data.interface import DataError
+from mupax.train.data.records.broken import BrokenLog
 
 _PART_BYTES = 1 << 24
 _BLOCK_BYTES = 1 << 20
 _SHOWN = 60
 _LISTED = 8
+_TRIED_LINES = 50
+"""Lines of which one must be a record, or the file holds none."""
+
+
+class DamagedError(DataError):
+    """A file that is cut off or damaged, so that it cannot be unpacked."""
 
 
 class Part(NamedTuple):
@@ -40,46 +47,91 @@ class Lines:
     Args:
         path: of the file.
         field: whose text is the document.
+        broken: decides on lines that are no records, and counts them.
     """
 
     path: Path
     field: str
+    broken: BrokenLog = dataclasses.field(default_factory=BrokenLog)
     _stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     _stream: Any = None
     _at: int = 0
     _size: int | None = None
 
     def first(self) -> None:
-        """Raises DataError where the first line is no JSON object with the field."""
+        """Raise DataError unless one of the first lines is a record, so that the others are broken ones.
+
+        A file whose first line begins a JSON list that goes on behind it has no lines that count.
+        """
+        first_error = None
         with _opened(self.path) as stream, _whole(self.path):
-            for number, line in enumerate(iter(stream.readline, b""), 1):  # files in buckets have no more
-                if line.strip():
+            lines = iter(stream.readline, b"")  # files in buckets have no other way to read lines
+            for number, line in enumerate(map(_unmarked, lines), 1):
+                if not line.strip():
+                    continue
+                try:
                     self.text(line, number)
                     return
+                except DataError as error:
+                    first_error = first_error or error
+                is_list = line.lstrip().startswith(b"[") and not line.rstrip().endswith(b"]")
+                if is_list or number >= _TRIED_LINES:
+                    break
+        if first_error is not None:
+            raise first_error
 
     def parts(self) -> Iterator[Part]:
-        """The file cut at line ends, part by part as it is read."""
-        start, size, line, lines = 0, 0, 1, 0
-        with _opened(self.path) as stream, _whole(self.path):
-            for block in itertools.chain(iter(lambda: stream.read(_BLOCK_BYTES), b""), [b""]):
-                end = block.rfind(b"\n") + 1
-                if (size + end >= _PART_BYTES and end) or not block:
+        """Yield the file cut at line ends, part by part as it is read."""
+        start, line = 0, 1
+        size = lines = 0  # of the part that is being read, up to its last line end
+        tail = 0  # bytes behind that line end
+        try:
+            with _opened(self.path) as stream, _whole(self.path):
+                while block := stream.read(_BLOCK_BYTES):
+                    end = block.rfind(b"\n") + 1
+                    if not end:
+                        tail += len(block)
+                        continue
+                    size += tail + end
+                    tail = len(block) - end
                     lines += block.count(b"\n", 0, end)
-                    if size + end:
-                        yield Part(start, size + end, line)
-                    start, line, size, lines = start + size + end, line + lines, 0, 0
-                else:
-                    end = 0
-                size, lines = size + len(block) - end, lines + block.count(b"\n", end)
-        self._size = start
+                    if size >= _PART_BYTES:
+                        yield Part(start, size, line)
+                        start, line = start + size, line + lines
+                        size = lines = 0
+        except DamagedError as error:
+            place = f"{self.path} from line {line + lines} on"
+            self.broken.add(f"{self.path} cut", "file", place, error)
+            tail = 0  # half of a line
+        if size + tail:
+            yield Part(start, size + tail, line)
+        self._size = start + size + tail
         self._close_at_end()
 
     def read(self, part: Part) -> list[bytes]:
-        """The texts of a part, in order; lines of white space are left out.
+        """Return the texts of a part, in order; lines of white space are left out.
 
         Raises:
-            DataError: the file is damaged, or a line is no JSON object with text in the field.
+            DataError: the file is damaged, or a line is no JSON object with text in the field, unless such are left out.
         """
+        try:
+            content = self._content(part)
+            texts = []
+            with self.broken.part(f"{self.path} {part.start}", "record") as tally:
+                for number, line in enumerate(content.split(b"\n"), part.line):
+                    if not line.strip():
+                        continue
+                    try:
+                        texts.append(self.text(line, number))
+                    except DataError as error:
+                        tally.add(f"{self.path} line {number}", error)
+            return texts
+        except DataError:
+            self.close()
+            raise
+
+    def _content(self, part: Part) -> bytes:
+        """Return the bytes of a part; nothing if the file is damaged there and damage is left out."""
         try:
             if self._at > part.start or self._stream is None:
                 self.close()
@@ -90,15 +142,15 @@ class Lines:
                 ):
                     self._at += len(skipped)
                 content = self._stream.read(part.size)
-            self._at += len(content)
-            if len(content) != part.size:
-                raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
-            self._close_at_end()
-            texts = enumerate(content.split(b"\n"), part.line)
-            return [self.text(line, number) for number, line in texts if line.strip()]
-        except DataError:
+        except DamagedError as error:
             self.close()
-            raise
+            self.broken.add(f"{self.path} {part.start}", "file", f"{self.path} from line {part.line} on", error)
+            return b""
+        self._at += len(content)
+        if len(content) != part.size:
+            raise DataError(f"{self.path} became shorter while it was read; start again when nothing writes to it")
+        self._close_at_end()
+        return _unmarked(content) if part.start == 0 else content
 
     def text(self, line: bytes, number: int) -> bytes:
         """The text of a line.
@@ -133,6 +185,8 @@ class Lines:
         texts = [name for name in row if isinstance(row[name], str)]
         if self.field not in row and isinstance(row.get("messages"), list):
             raise DataError(f"{where} has no field {self.field!r} but messages of a chat; write data.name chat:PATH")
+        if self.field in row and row[self.field] is None:
+            raise DataError(f"{where} has null in {self.field!r}; repair or remove it")
         return content_of(row.get(self.field), where, self.field, texts)
 
     def _close_at_end(self) -> None:
@@ -163,15 +217,26 @@ def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> by
     """
     if not isinstance(value, str):
         kind = "no field" if value is None else f"no text but {type(value).__name__} in"
-        advice = f"write --data.field {text_fields[0]}" if text_fields else "repair or remove it"
-        more = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
-        raise DataError(f"{where} has {kind} {field!r}; {advice}{more}")
+        raise DataError(f"{where} has {kind} {field!r}; {_advice(text_fields)}")
     if "\0" in value:
         raise DataError(f"{where} has a NUL character in its text; remove it")
     try:
         return value.encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where} has half of a surrogate pair in its text: {error}. Repair or remove it") from error
+
+
+def _advice(text_fields: list[str]) -> str:
+    """Return what to do about a record without text in the field."""
+    if not text_fields:
+        return "repair or remove it"
+    more = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
+    return f"write --data.field {text_fields[0]}{more}"
+
+
+def _unmarked(content: bytes) -> bytes:
+    """Return the content without the mark that some editors put before UTF-8."""
+    return content.removeprefix(codecs.BOM_UTF8)
 
 
 @contextlib.contextmanager
@@ -186,13 +251,20 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Turns what unpacking makes of a damaged file into an error of the data."""
+    """Turn what unpacking makes of a damaged file into an error of the data.
+
+    Raises:
+        DamagedError: the content is damaged.
+        DataError: the file cannot be read.
+    """
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, ValueError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"cannot read {path}: {error}. It may be damaged or cut off; fetch it again") from error
+        if isinstance(error, OSError) and error.errno is not None:
+            raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise DamagedError(f"cannot read {path}: {error}. It may be damaged or cut off; fetch it again") from error
 
 
 def _unpacked(file: Any, suffix: str) -> Any:

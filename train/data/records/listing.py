@@ -38,22 +38,22 @@ def files_below(folder: Path) -> Listing:
         folder: an existing folder. Hidden parts of its own path do not count.
     """
     if is_remote(folder):
-        entries = [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*") if file.is_file()]
-        visible = [(name, file) for name, file in entries if not any(map(is_hidden, name.split("/")))]
+        files = [(file.relative_to(folder).as_posix(), file) for file in folder.rglob("*") if file.is_file()]
+        visible = [(name, file) for name, file in files if not any(map(is_hidden, name.split("/")))]
         return Listing(sorted(visible), {})
     files: list[tuple[str, Path]] = []
     skipped: dict[str, str] = {}
     root = os.path.realpath(folder)
     visited = {root}
 
-    def visit(place: Path, prefix: str) -> None:
+    def visit(place: Path, prefix: str, real: str) -> None:
         try:
-            with os.scandir(place) as scanned:
-                entries = sorted(scanned, key=lambda entry: entry.name)
+            with os.scandir(place) as entries:
+                children = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
             skipped[prefix.rstrip("/") or "."] = f"cannot be read: {error.strerror}"
             return
-        for entry in entries:
+        for entry in children:
             if is_hidden(entry.name):
                 continue
             name = prefix + entry.name
@@ -65,14 +65,16 @@ def files_below(folder: Path) -> Listing:
                 skipped[name] = f"cannot be read: {error.strerror}"
                 continue
             if is_folder:
-                if entry.is_symlink():
-                    target = os.path.realpath(path)
-                    reason = _reason_not_to_follow(target, root, visited)
-                    if reason is not None:
-                        skipped[name] = reason
-                        continue
-                    visited.add(target)
-                visit(path, f"{name}/")
+                is_link = entry.is_symlink()
+                target = os.path.realpath(path) if is_link else os.path.join(real, entry.name)
+                reason = _reason_not_to_follow(target, root, visited) if is_link else None
+                if target in visited and not is_link:  # by a link to this folder alone
+                    reason = "is read already, by a link"
+                if reason is not None:
+                    skipped[name] = reason
+                    continue
+                visited.add(target)
+                visit(path, f"{name}/", target)
             elif is_file:
                 files.append((name, path))
             elif entry.is_symlink():
@@ -80,15 +82,19 @@ def files_below(folder: Path) -> Listing:
             else:
                 skipped[name] = "is neither a file nor a folder"
 
-    visit(folder, "")
+    visit(folder, "", root)
     return Listing(sorted(files), skipped)
 
 
 def _reason_not_to_follow(target: str, root: str, visited: set[str]) -> str | None:
     """Return why the folder that a link leads to is not read, or `None` if it is."""
-    for folder in visited:
-        if target == folder or target.startswith(folder.rstrip(os.sep) + os.sep):
-            return "links to a folder that is read already"
+    folder = target
+    while folder not in visited:
+        if is_hidden(os.path.basename(folder)) or folder == os.path.dirname(folder):
+            break  # nothing below a hidden folder is read otherwise
+        folder = os.path.dirname(folder)
+    if folder in visited:
+        return "links to a folder that is read already"
     if root.startswith(target.rstrip(os.sep) + os.sep):
         return "links to a folder that holds this one"
     return None

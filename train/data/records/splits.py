@@ -1,12 +1,11 @@
 """Which side of the split each part of a user's files is on, and what reads it.
 
-Text goes by the hash of its file's path, a record by the hash of its text, ids by their file; where names of records or ids say
-`train` and `eval`, `val` or `test`, those are the sides.
+Names of files or folders tell it, as `split_names` has them. Where they do not, text goes by the hash of its file's path, a
+record by the hash of its text, ids by their file.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,6 @@ from mupax.train.data.records.tables import Table
 from mupax.train.data.records.user_files import Files
 
 SIDES = ("train", "eval")
-_TRAIN = {"train", "training"}
-_EVAL = {"val", "valid", "validation", "dev", "eval", "test"}
 Reader = Callable[[], list[tuple[Any, bool]]]
 """Reads a part: (text as bytes or ids as an array, whether a document ends with it) of each of its documents."""
 
@@ -74,20 +71,20 @@ def by_file(read: Files) -> list[FileParts]:
     Args:
         read: as `files` gave them.
     """
-    pieces = corpus.text_pieces(read.text) if read.text else {}
+    pieces = corpus.text_pieces(read.text, read.sides, read.is_utf8, read.broken) if read.text else {}
     of_text: dict[Path, list[tuple[str, Reader]]] = {file: [] for _, file in read.text}
     for side, on_side in pieces.items():
         for piece in on_side:
             of_text[piece.path].append((side, piece.read))
-    by_name = _by_name([name for name, _ in (*read.records, *read.ids)])
-    for_eval = corpus.names_for_eval([name for name, _ in read.ids])
+    for_eval = corpus.names_for_eval([name for name, _ in read.ids if name not in read.sides])
 
     def of_ids(name: str, file: IdFile) -> list[tuple[str, Reader]]:
-        cut = file.size if name not in for_eval else 0
-        if by_name is not None:
-            cut = file.size if by_name[name] == "train" else 0
+        if name in read.sides:
+            cut = file.size if read.sides[name] == "train" else 0
         elif len(read.ids) == 1:
             cut = file.size - file.size // 10
+        else:
+            cut = file.size if name not in for_eval else 0
         each = zip(SIDES, (file.parts(0, cut), file.parts(cut, file.size)), strict=True)
         return [(side, partial(_ids, file, *part)) for side, parts in each for part in parts]
 
@@ -100,17 +97,9 @@ def by_file(read: Files) -> list[FileParts]:
     entries = [*((name, file, of_text[file]) for name, file in read.text), *rest]
     listed = {name: FileParts(name, file, {side for side, _ in parts}, parts.__iter__) for name, file, parts in entries}
     for name, file in read.records:
-        side = None if by_name is None else by_name[name]
+        side = read.sides.get(name)
         listed[name] = FileParts(name, file.path, {side} if side else {*SIDES}, partial(of_records, file, side))
     return [listed[name] for name, _ in (*read.text, *read.records, *read.ids)]
-
-
-def _by_name(names: list[str]) -> dict[str, str] | None:
-    """The side of each file by a word in its name or first folder; None where names tell no two sides."""
-    words = {name: set(re.split(r"[^a-z]+", f"{name.split('/')[0]} {Path(name).name}".lower())) for name in names}
-    named = {name: "eval" if terms & _EVAL and not terms & _TRAIN else "train" for name, terms in words.items()}
-    telling = any(terms & _TRAIN for terms in words.values())
-    return named if telling and set(named.values()) == {"train", "eval"} else None
 
 
 def _records(file: Any, part: Any, side: str | None) -> list[tuple[bytes, bool]]:

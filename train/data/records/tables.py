@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import lines
+from mupax.train.data.records.broken import BrokenLog
 
 _PART_BYTES = 1 << 24
 
@@ -30,6 +31,7 @@ class Table:
     Args:
         path: of the file.
         field: column whose text is the document.
+        broken: decides on rows without text, and counts them.
 
     Raises:
         DataError: when it is made: it is damaged, or has no such column of text.
@@ -37,6 +39,7 @@ class Table:
 
     path: Path
     field: str
+    broken: BrokenLog = dataclasses.field(default_factory=BrokenLog)
     kind: ClassVar[str] = "text"
     """What the column has."""
     _group: int | None = None
@@ -67,6 +70,8 @@ class Table:
             value: of the column.
             where: file and row, for the error.
         """
+        if value is None:
+            raise DataError(f"{where} has null in {self.field!r}; repair or remove it")
         return lines.content_of(value, where, self.field, [])
 
     def parts(self) -> list[Part]:
@@ -83,18 +88,31 @@ class Table:
         return parts
 
     def read(self, part: Part) -> list[bytes]:
-        """The texts of a part, in order.
+        """Return the texts of a part, in order.
 
         Raises:
-            DataError: the file is damaged, or a row has no text.
+            DataError: the file is damaged, or a row has no text, unless such are left out.
         """
+        first = part.first + part.start
         if self._group != part.group:
-            with self._opened() as table:
-                self._column = table.read_row_group(part.group, columns=[self.field]).column(0)
+            try:
+                with self._opened() as table:
+                    self._column = table.read_row_group(part.group, columns=[self.field]).column(0)
+            except lines.DamagedError as error:
+                rows = f"rows {first} to {part.first + part.stop - 1}"
+                self.broken.add(f"{self.path} {first}", "file", f"{self.path} {rows}", error)
+                return []
             self._group = part.group
         rows = self._column.slice(part.start, part.stop - part.start).to_pylist()
-        first = part.first + part.start
-        return [self.content(row, f"{self.path} row {first + i}") for i, row in enumerate(rows)]
+        texts = []
+        with self.broken.part(f"{self.path} {first}", "record") as tally:
+            for number, row in enumerate(rows, first):
+                where = f"{self.path} row {number}"
+                try:
+                    texts.append(self.content(row, where))
+                except DataError as error:
+                    tally.add(where, error)
+        return texts
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -105,7 +123,9 @@ class Table:
             with self.path.open("rb") as file, parquet.ParquetFile(file) as table:
                 yield table
         except (OSError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise DataError(f"cannot read {self.path}: {error.strerror}") from error
             reason = str(error).splitlines()[0]
-            raise DataError(
+            raise lines.DamagedError(
                 f"cannot read {self.path}: {reason.rstrip('.')}. It may be damaged or cut off; fetch it again"
             ) from error

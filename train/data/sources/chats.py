@@ -12,8 +12,8 @@ from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, splits, user_files
-from mupax.train.data.sources.text import check_vocabulary, language_model
+from mupax.train.data.records import corpus, duplicates, splits, user_files
+from mupax.train.data.sources.text import check_vocabulary, language_model, note_broken
 from mupax.train.data.text import named_tokenizers, packing, tokenizer
 from mupax.zoo.families import ModelConfig
 
@@ -47,10 +47,15 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
             "--data.chat-template FILE"
         )
     field = FIELD if config.field == type(config).field else config.field
-    files = user_files.files(path_of(config.name.partition(":")[2]), "chat", field, None, note)
+    path, skip_broken = path_of(config.name.partition(":")[2]), config.on_broken == "skip"
+    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken)
     tokens = ChatTokens(encoder, template, config.loss_on)
-    key = f"chat-{cache.digest(corpus.stat_digest(files.every()), field)}"
+    key = f"chat-{cache.digest(corpus.stat_digest(files.every()), field, *files.reading())}"
+    files.broken.keep_in(key)
     sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)
+    broken = note_broken(files, note)
+    if files.sides:
+        duplicates.report(sides, tokens.separator, note)
     without = [where for _, file in files.records for where in file.without_answer]  # pyright: ignore
     if without:
         more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
@@ -66,6 +71,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         facts={
             "digest": digest,
             "files": len(files.every()),
+            **broken,
             "chat_template": hashlib.sha256(template.source.encode()).hexdigest(),
         },
     )

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mupax.train.data import cache
-from mupax.train.data.records import splits
+from mupax.train.data.records import duplicates, splits
+from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.sources import text
 from mupax.train.data.streams import files, hub
 from mupax.train.data.streams.batches import Stream
@@ -37,6 +38,8 @@ class Corpus(NamedTuple):
     facts: dict[str, Any]
     has_bytes: bool = True
     """Whether all of it is text, so that tokens can be counted in bytes."""
+    broken: BrokenLog | None = None
+    """What is left out as broken, as far as it was read."""
 
 
 def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Stream:
@@ -48,14 +51,18 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     read, key = text.user_text(config, model, note)
     by_file = splits.by_file(read)
     train, held_out = ([file for file in by_file if side in file.sides] for side in splits.SIDES)
+    duplicates.report_files(train, held_out, note)
     corpus = Corpus(
         key=key,
-        identity=cache.digest(*(f"{name} {file.stat().st_size}" for name, file in read.every()), config.field),
+        identity=cache.digest(
+            *(f"{name} {file.stat().st_size}" for name, file in read.every()), config.field, *read.reading()
+        ),
         lanes=[files.FileDocuments(share, "train") for share in files.lanes(train, config.batch_size)],
         train=files.FileDocuments(files.lanes(train, 1)[0], "train"),
         held_out=files.FileDocuments(files.lanes(held_out, 1)[0], "eval"),
         facts={"files": len(by_file)},
         has_bytes=not read.ids,
+        broken=read.broken,
     )
     return _opened(config, model, seed, note, corpus)
 
@@ -69,14 +76,19 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     text.language_model(config.name, model)
     named_tokenizers.opened(config.tokenizer, config.separator)  # before the network is asked
     source, field = hub.opened(config.name), config.field
+    note(source.line)
+    key = cache.digest(source.key, field)
+    broken = BrokenLog()
+    broken.keep_in(key)
     count = math.gcd(config.batch_size, source.splits["train"].num_shards, files.MOST_LANES)
     corpus = Corpus(
-        key=cache.digest(source.key, field),
+        key=key,
         identity=cache.digest(source.revision, field),
-        lanes=[hub.HubDocuments(source, "train", field, (i, count)) for i in range(count)],
+        lanes=[hub.HubDocuments(source, "train", field, (i, count), broken) for i in range(count)],
         train=hub.HubDocuments(source, "train", field),
-        held_out=hub.HubDocuments(source, "eval", field),
+        held_out=hub.HubDocuments(source, "eval", field, broken=broken),
         facts={"revision": source.revision},
+        broken=broken,
     )
     return _opened(config, model, seed, note, corpus)
 
@@ -104,6 +116,8 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
     beginning = lanes[0].first(1, note)  # what is wrong with every record is wrong with the first
     if lanes[0].ended:
         check_length(config, "training", len(beginning.tokens), 2 * model.seq_len, model.seq_len)
+    for line in corpus.broken.summary() if corpus.broken is not None else ():
+        note(f"so far: {line}")
     note(
         f"{config.name} is tokenized while it is trained on, in {count} lane{'s' if count > 1 else ''}; "
         f"{len(held_out.tokens):,} tokens of it to evaluate on"

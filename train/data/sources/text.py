@@ -13,7 +13,7 @@ import numpy as np
 from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, splits, user_files
+from mupax.train.data.records import corpus, duplicates, splits, user_files
 from mupax.train.data.text import named_tokenizers, packing, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
@@ -69,7 +69,7 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     """
     files, key = user_text(config, model, note)
     facts = {"files": len(files.every())}
-    return open_text(config, model, seed, note, key, lambda: splits.sides(files), facts, has_bytes=not files.ids)
+    return open_text(config, model, seed, note, key, lambda: splits.sides(files), facts, files)
 
 
 def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple[user_files.Files, str]:
@@ -85,7 +85,15 @@ def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple
     kind, _, path = config.name.partition(":")
     encoder = named_tokenizers.opened(config.tokenizer, config.separator)
     vocab_size = encoder.vocab_size if encoder and config.tokenizer != "bytes" else None
-    files = user_files.files(path_of(path), kind, config.field, vocab_size, note)
+    files = user_files.files(
+        path_of(path),
+        kind,
+        config.field,
+        vocab_size,
+        note,
+        skip_broken=config.on_broken == "skip",
+        is_utf8=config.tokenizer != "bytes",
+    )
     if isinstance(encoder, tokenizer.Ids) and (entries := [*files.text, *files.records]):
         raise DataError(
             f"{entries[0][0]} is text, and data.tokenizer {config.tokenizer} has a number of ids and no words; take it out of "
@@ -96,6 +104,9 @@ def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple
     key = f"text-{corpus.stat_digest(files.every())}"
     if files.records or files.ids:  # plain text has no field
         key = f"records-{cache.digest(key, config.field, kind)}"
+    if reading := files.reading():
+        key = f"{key.partition('-')[0]}-{cache.digest(key, *reading)}"
+    files.broken.keep_in(f"{key}-utf8" if files.is_utf8 else key)
     return files, key
 
 
@@ -122,7 +133,7 @@ def open_text(
     key: str,
     documents: Callable[[], packing.Documents],
     facts: dict[str, Any],
-    has_bytes: bool = True,
+    files: user_files.Files | None = None,
 ) -> TokenData:
     """Text data from documents by side of the split, prepared if it is not in the cache.
 
@@ -134,7 +145,7 @@ def open_text(
         key: names the corpus and its content.
         documents: called only if something must be prepared from them.
         facts: more to record about the corpus.
-        has_bytes: whether all of it was text, so that tokens can be counted in bytes.
+        files: that the documents are from, if they are a user's.
 
     Raises:
         DataError: the tokenizer, the text or the model does not fit.
@@ -148,6 +159,10 @@ def open_text(
     encoder = opened_tokenizer(config, key, model.vocab_size, texts, note)
     check_vocabulary(config, encoder, model)
     sides = packing.prepared(key, documents, encoder, note)
+    if files is not None:
+        facts = facts | note_broken(files, note)
+        if files.text or files.ids or files.sides:  # records that are split by content have a text on one side only
+            duplicates.report(sides, encoder.separator, note)
     some = sides["train"].tokens[:_LOOKED_AT]
     if (
         encoder.unknown is not None
@@ -165,8 +180,20 @@ def open_text(
         seq_len=model.seq_len,
         seed=seed,
         facts={"digest": digest, **facts},
-        has_bytes=has_bytes,
+        has_bytes=files is None or not files.ids,
     )
+
+
+def note_broken(files: user_files.Files, note: cache.Note) -> dict[str, int]:
+    """Tell the user what was left out as broken, and return its number as facts of the data.
+
+    Args:
+        files: as far as they are read.
+        note: told a line per kind of entry.
+    """
+    for line in files.broken.summary():
+        note(line)
+    return {"broken": files.broken.count} if files.broken.count else {}
 
 
 def check_vocabulary(config: DataConfig, encoder: tokenizer.Tokenizer, model: TokenModel) -> None:

@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError, ReadError
-from mupax.train.data.records import corpus
+from mupax.train.data.records import corpus, listing, split_names
+from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.records.lines import content_of
 from mupax.train.data.streams.lanes import Chunk
 
-_EVAL = ("validation", "valid", "val", "dev", "eval", "test")
+_DATA_SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".text", ".arrow"}
+_ABOUT = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""Files that `datasets` keeps beside data."""
 _CHUNK_BYTES, _CHUNK_ROWS = 1 << 18, 1000
 _TIMEOUT_S = 10.0
 _SHOWN = 300
@@ -32,6 +35,8 @@ class DataSet(NamedTuple):
     """The commit of the hub, or a digest of the names and sizes of a folder's files: the same on every host."""
     key: str
     """Names the content in the cache."""
+    line: str
+    """What is trained on, evaluated on and not used, for the user."""
 
 
 def opened(name: str) -> DataSet:
@@ -47,22 +52,90 @@ def opened(name: str) -> DataSet:
     import datasets  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
+    files_by_split = None
+    line = None
+    key = ""
     if isinstance(place, Path):
-        files = [(file.relative_to(place).as_posix(), file) for file in sorted(place.rglob("*")) if file.is_file()]
-        revision = cache.digest(*(f"{each} {file.stat().st_size}" for each, file in files))
-        key, pinned = corpus.stat_digest(files), None
+        hidden_too = {file.relative_to(place).as_posix(): file for file in place.rglob("*") if file.is_file()}
+        visible = dict(listing.files_below(place).files)
+        files = sorted((hidden_too | visible).items())
+        revision = cache.digest(*(f"{file_name} {file.stat().st_size}" for file_name, file in files))
+        key = corpus.stat_digest(files)
+        pinned = None
+        split = None if subset or _has_config(place) else _file_split(visible, name)
+        if split is not None:
+            line = split.line
+            files_by_split = {
+                side: [str(visible[file]) for file, file_side in split.sides.items() if file_side == side]
+                for side in ("train", "eval")
+            }
     else:
         revision = pinned = _commit(name, *place)
         key = revision
     with _asking(name):
-        every = datasets.load_dataset(where, subset, revision=pinned, streaming=True)
+        options = {} if files_by_split is None else {"data_files": files_by_split}
+        every = datasets.load_dataset(where, subset, revision=pinned, streaming=True, **options)
     assert isinstance(every, datasets.IterableDatasetDict)
-    train = "train" if "train" in every else next(iter(every)) if len(every) == 1 else None
-    if train is None:
-        raise DataError(f"{name} has no split train, only {', '.join(map(str, every))}")
-    held_out = next((split for split in _EVAL if split in every and split != train), None)
+    if files_by_split is not None:
+        train, held_out = "train", "eval"
+        reading = ["split by file names"]
+    else:
+        train, held_out = _chosen([*map(str, every)], name)
+        usual = train == "train" and held_out in ("validation", "test", None)
+        reading = [] if usual else [f"{train}, {held_out}"]  # what was evaluated on another split has another key
+    if line is None:
+        unused = [split for split in map(str, every) if split not in (train, held_out)]
+        line = split_names.SplitNames([train], [held_out or "a part of it by hash"], unused).describe()
     splits = {"train": every[train]} | ({"eval": every[held_out]} if held_out else {})
-    return DataSet(name, splits, revision, cache.digest(where, subset or "", key))
+    return DataSet(name, splits, revision, cache.digest(where, subset or "", key, *reading), f"{name}: {line}")
+
+
+def _has_config(folder: Path) -> bool:
+    """Return whether the folder says by itself which files are which split: in its README.md, or as a script or saved data set."""
+    readme = folder / "README.md"
+    names_files = readme.is_file() and bool(
+        re.search(r"(?m)^\s*-?\s*(configs|data_files)\s*:", readme.read_text("utf-8", "replace"))
+    )
+    return names_files or (folder / "dataset_dict.json").is_file() or (folder / "dataset_info.json").is_file()
+
+
+def _file_split(files: dict[str, Path], name: str) -> split_names.FileSplit | None:
+    """Return the split of the data files of a folder by their names, or `None` if `datasets` is to find it."""
+    data_files = [
+        file_name
+        for file_name, file in files.items()
+        if file.name not in _ABOUT and _DATA_SUFFIXES & {suffix.lower() for suffix in file.suffixes}
+    ]
+    return split_names.file_split(data_files, name)
+
+
+def _chosen(splits: list[str], name: str) -> tuple[str, str | None]:
+    """Return the split that is trained on and the one that is evaluated on, `None` where no name tells one.
+
+    A data set of the hub has splits that its user cannot rename, so the usual name comes first, and no name is refused.
+
+    Args:
+        splits: all names.
+        name: of the data set, for the message.
+
+    Raises:
+        DataError: several splits may be the training part, or none.
+    """
+    train = splits[0] if len(splits) == 1 else _named(splits, "train")
+    if train is None:
+        raise DataError(f"{name} has no split train, only {', '.join(splits)}")
+    remaining = [split for split in splits if split != train]
+    return train, _named(remaining, "validation") or _named(remaining, "test")
+
+
+def _named(splits: list[str], part: split_names.Split) -> str | None:
+    """Return the split of a part: the usual name, another word for it, or the only name that has such a word in it."""
+    words = [part, *(word for word, word_part in split_names.WORDS.items() if word_part == part)]
+    for word in words:
+        if word in splits:
+            return word
+    named = [split for split in splits if split_names.split_of(split) == part]
+    return named[0] if len(named) == 1 else None
 
 
 class HubDocuments:
@@ -73,10 +146,21 @@ class HubDocuments:
         split: `train` or `eval`.
         field: that has the text.
         shard: number of the share, and of how many; of whole files, which are those with the numbers shard[0], shard[0] + shard[1], ….
+        broken: counts records without text. All records have fields of one type, so there are no other broken ones.
     """
 
-    def __init__(self, data_set: DataSet, split: str, field: str, shard: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self,
+        data_set: DataSet,
+        split: str,
+        field: str,
+        shard: tuple[int, int] = (0, 1),
+        broken: BrokenLog | None = None,
+    ) -> None:
         self._data_set, self._field, self._shard = data_set, field, shard
+        self._broken = broken or BrokenLog()
+        if split == "eval" and "eval" not in data_set.splits:
+            self._broken = BrokenLog()  # who reads the training side counts these records
         self._side = None if "eval" in data_set.splits else split
         self._split = split if self._side is None else "train"
 
@@ -90,23 +174,39 @@ class HubDocuments:
         rows = self._data_set.splits[self._split].shard(count, number, contiguous=False)
         if position is not None:
             rows.load_state_dict(position)
-        chunk, size, row_count = [], 0, 0
         with _asking(self._data_set.name, ReadError):
-            for row in rows:
-                text, row_count = self._text(row), row_count + 1
-                if text and (self._side is None or corpus.side(text) == self._side):
-                    chunk.append((text, True))
-                    size += len(text)
-                if size >= _CHUNK_BYTES or row_count >= _CHUNK_ROWS:
-                    yield chunk, rows.state_dict()
-                    chunk, size, row_count = [], 0, 0
-        yield chunk, rows.state_dict()
+            yield from self._chunks(rows, position)
+
+    def _chunks(self, rows: Any, position: Any) -> Iterator[tuple[Chunk, Any]]:
+        """Yield the documents of rows in chunks, each with the position after it."""
+        number, count = self._shard
+        place = f"{self._data_set.name} {self._split}, share {number} of {count}"
+        rows_left = iter(rows)
+        ended = False
+        while not ended:
+            chunk: Chunk = []
+            size = row_count = 0
+            ended = True
+            with self._broken.part(f"{place} {position}", "record") as tally:
+                for row in rows_left:
+                    row_count += 1
+                    text = b""
+                    if self._field in row and row[self._field] is None:
+                        tally.leave_out(place, f"has null in {self._field!r}")
+                    else:
+                        text = self._text(row)
+                    if text and (self._side is None or corpus.side(text) == self._side):
+                        chunk.append((text, True))
+                        size += len(text)
+                    if size >= _CHUNK_BYTES or row_count >= _CHUNK_ROWS:
+                        ended = False
+                        break
+            position = rows.state_dict()
+            yield chunk, position
 
     def _text(self, row: dict[str, Any]) -> bytes:
-        """The text of a record, without NUL characters, which separate documents; nothing where the field is empty."""
+        """Return the text of a record, without NUL characters, which separate documents."""
         value = row.get(self._field)
-        if value is None and self._field in row:
-            return b""
         texts = [name for name in row if isinstance(row[name], str)]
         value = value.replace("\0", "") if isinstance(value, str) else value
         return content_of(value, f"a record of {self._data_set.name}", self._field, texts)
@@ -164,4 +264,6 @@ def _asking(name: str, unreachable: type[DataError | ReadError] = DataError) -> 
                 f"{name} cannot be read: {reason}. Is there a network? Otherwise run `hf download NAME --repo-type dataset "
                 "--local-dir FOLDER` where there is one, and write data.name as hf:FOLDER"
             ) from error
-        raise DataError(f"`datasets` cannot read {name}: {reason}") from error
+        folder = Path(name.removeprefix("hf:")).expanduser()
+        advice = f". Write data.name as records:{folder}, which names the file and line" if folder.is_dir() else ""
+        raise DataError(f"`datasets` cannot read {name}: {reason}{advice}") from error

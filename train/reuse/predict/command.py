@@ -103,7 +103,7 @@ def files(places: Sequence[Path]) -> list[Path]:
 def _listed(text: Path) -> list[Path]:
     """The paths of a text, of which one at least is a file's."""
     try:
-        lines = [line.strip() for line in text.read_text().splitlines() if line.strip()]
+        lines = [line.strip() for line in text.read_text("utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise command_line.UsageError(f"{text} is no text: {error}") from error
     if not any(Path(line).is_file() for line in lines):

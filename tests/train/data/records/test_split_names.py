@@ -87,6 +87,19 @@ def test_files_below_a_folder(tmp_path: Path):
     assert len(listing.summary(listed.skipped)) == len(set(listed.skipped.values()))
 
 
+def test_links_that_overlap_are_read_once(tmp_path: Path):
+    (tmp_path / "outside" / "deep").mkdir(parents=True)
+    (tmp_path / "outside" / "deep" / "a.txt").write_text("x")
+    (tmp_path / "data").mkdir()
+    for name, target in (("1", "outside/deep"), ("2", "outside"), ("3", "outside"), ("4", "data/.store/deep")):
+        (tmp_path / "data" / name).symlink_to(tmp_path / target)
+    (tmp_path / "data" / ".store" / "deep").mkdir(parents=True)
+    (tmp_path / "data" / ".store" / "deep" / "b.txt").write_text("x")
+    listed = listing.files_below(tmp_path / "data")
+    assert [name for name, _ in listed.files] == ["1/a.txt", "4/b.txt"]
+    assert sorted(listed.skipped) == ["2/deep", "3"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
 def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path):
     (tmp_path / "locked").mkdir(mode=0)

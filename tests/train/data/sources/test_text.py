@@ -125,7 +125,7 @@ def test_a_file_without_lines_is_cut_between_characters(tmp_path: Path, monkeypa
         ({}, "has no text in it"),
         ({"empty.txt": ""}, "has no text in it"),
         ({"b.bin": "word\0" * 40}, r"/t has no text in it: NUL bytes in b\.bin;"),
-        ({"a.txt": "word " * 2000 + "\0", "b.txt": "word"}, r"a\.txt is not text: it has a NUL byte"),
+        ({"a.txt": "word " * 2000 + "\0", "b.txt": "word"}, r"a\.txt line 1 is not text: it has a NUL byte"),
         ({"a.txt": "short", "b.txt": "too"}, "sequences of 7 need at least 14.*smaller model.seq_len"),
     ],
 )
@@ -141,12 +141,13 @@ def test_files_that_are_no_text_are_left_out_by_name(tmp_path: Path) -> None:
     Image.new("RGB", (20, 20)).save(path / "d1" / "logo.png")
     notes: list[str] = []
     dataset = data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
-    assert notes[0] == f"left out of {path}, as not plain text: d1/logo.png, package.json"
+    for name in ("d1/logo.png", "package.json"):
+        assert sum(str(path) in note and name in note for note in notes) == 1
     assert dataset.facts == {**facts, "name": dataset.facts["name"]}
     for i in range(9):
         (path / f"{i}.csv").write_text("a,b")
     data.load(DataConfig(name=f"text:{path}", batch_size=4), SMALL, seed=0, note=notes.append)
-    assert any(note.endswith(": 0.csv, 1.csv, 2.csv, 3.csv, 4.csv, 5.csv, 6.csv, 7.csv and 3 more") for note in notes)
+    assert any("left out 9 entries" in note and "0.csv, 1.csv, 2.csv, 3.csv and 5 more" in note for note in notes)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -376,3 +376,93 @@ def test_a_run_goes_on_exactly(
     capsys.readouterr()
     assert main([*words, "--resume", "--resume-from", "4"]) == 2
     assert "--resume-change data" in capsys.readouterr().err
+
+
+# Splits and broken records of `datasets`
+
+
+def write_records(folder: Path, name: str, *more: str) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    rows = [json.dumps({"text": text_of(name, i)}) for i in range(40)]
+    (folder / name).write_text("\n".join([*rows[:20], *more, *rows[20:]]) + "\n")
+
+
+def opened_folder(folder: Path, notes: list[str] | None = None, **fields: Any) -> tuple[str, str]:
+    """Training and evaluation text of a folder that `datasets` reads."""
+    config = DataConfig(name=f"hf:{folder}", batch_size=4, **fields)
+    loaded = data.load(config, MODEL, seed=0, note=([] if notes is None else notes).append)
+    assert isinstance(loaded, Stream)
+    train, evaluation = ("".join(documents(tokens)) for tokens in (np.concatenate(whole(loaded)), loaded._eval))
+    return train, evaluation
+
+
+@pytest.mark.parametrize(
+    ("names", "unused"),
+    [
+        (["trn.jsonl", "holdout.jsonl"], ""),
+        (["train/a.jsonl", "dev/b.jsonl", "README.md"], ""),
+        (["data/Train/a.jsonl", "data/Validation/b.jsonl", "data/testing/c.jsonl"], "testing"),
+    ],
+)
+def test_names_tell_the_split_of_a_folder(datasets: Any, tmp_path: Path, names: list[str], unused: str) -> None:
+    for name in names:
+        write_records(tmp_path / "t", name)
+    notes: list[str] = []
+    train, evaluation = opened_folder(tmp_path / "t", notes)
+    assert [name in train for name in names] == [i == 0 for i in range(len(names))]
+    assert [name in evaluation for name in names] == [i == 1 for i in range(len(names))]
+    assert any("training on" in note and unused in note for note in notes)
+
+
+def test_two_validation_parts_of_a_folder_are_refused(datasets: Any, tmp_path: Path) -> None:
+    for name in ("train.jsonl", "val.jsonl", "dev.jsonl"):
+        write_records(tmp_path / "t", name)
+    with pytest.raises(DataError, match=r"val.*dev|dev.*val"):
+        opened_folder(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("splits", "train", "held_out"),
+    [
+        ({"train_sft": "a", "test_sft": "b"}, "a", "b"),
+        ({"train": "a", "validation": "b", "dev": "c", "test": "d"}, "a", "b"),
+        ({"train": "a", "validation_one": "b", "validation_two": "c"}, "a", None),
+    ],
+)
+def test_splits_that_a_data_set_declares(
+    datasets: Any, tmp_path: Path, splits: dict[str, str], train: str, held_out: str | None
+) -> None:
+    for file in splits.values():
+        write_records(tmp_path / "t", f"{file}.jsonl")
+    files = "".join(f"  - split: {split}\n    path: {file}.jsonl\n" for split, file in splits.items())
+    (tmp_path / "t" / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    text, evaluation = opened_folder(tmp_path / "t")
+    assert [file for file in splits.values() if f"{file}.jsonl" in text] == [train]
+    assert [file for file in splits.values() if f"{file}.jsonl" in evaluation] == [held_out or train]
+
+
+@pytest.mark.parametrize("names", [["train-0", "train-1", "val"], ["a"]])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_records_without_text_are_left_out_and_counted(
+    datasets: Any, tmp_path: Path, names: list[str], suffix: str
+) -> None:
+    from pyarrow import parquet, table
+
+    for name in names:
+        write_records(tmp_path / "t", f"{name}.jsonl", '{"text": null}', '{"text": null}')
+        if suffix == "parquet":
+            file = tmp_path / "t" / f"{name}.jsonl"
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            parquet.write_table(table({"text": [row["text"] for row in rows]}), file.with_suffix(".parquet"))
+            file.unlink()
+    for on_broken in ("stop", "skip"):
+        opened_folder(tmp_path / "t", on_broken=on_broken)
+        notes: list[str] = []
+        opened_folder(tmp_path / "t", notes, on_broken=on_broken)
+        assert any(f"{2 * len(names)} records" in note for note in notes)
+
+
+def test_a_torn_record_names_the_way_to_read_it(datasets: Any, tmp_path: Path) -> None:
+    write_records(tmp_path / "t", "a.jsonl", '{"text": "torn')
+    with pytest.raises(DataError, match="records:"):
+        opened_folder(tmp_path / "t", on_broken="skip")
