@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mupax.train.data.chats.templates import MARKS, Template
+from mupax.train.data.chats.templates import MARKS, PARTS, Template
 from mupax.train.data.interface import DataError
 
 Span = tuple[int, int]
 LossOn = Literal["answers", "all"]
+_UNSEEN = frozenset(("weight", PARTS))
+"""Fields that say what is trained on, as `templates.checked` leaves them. The template does not see them."""
 
 
 class ChatTokens:
@@ -55,30 +57,90 @@ class ChatTokens:
         ]
 
     def rendered(self, messages: Sequence[Any]) -> tuple[str, list[Span] | None]:
-        """The text of a conversation, and its answers as characters [start, stop); None where all of it is trained on.
+        """Return the text of a conversation, and the parts of it that are trained on.
+
+        The parts are characters [start, stop). They are None where all of the text is trained on.
 
         Raises:
             DataError: as `encode`.
         """
-        if self.loss_on == "all":
-            return self.template.render(messages, prompt=False), None
+        shown = [{name: value for name, value in message.items() if name not in _UNSEEN} for message in messages]
+        masked = [i for i, message in enumerate(messages) if not _UNSEEN.isdisjoint(message)]
+        if self.loss_on == "all" and not masked:
+            return self.template.render(shown, prompt=False), None
+        if self.loss_on == "answers":
+            text, answers = self._answers(shown, bool(masked))
+            return text, [part for i, answer in answers for part in self._trained(messages[i], answer, text)]
+        text, answers = self._answers(shown, True)
+        by_message = dict(answers)
+        context: list[Span] = []
+        for i in masked:
+            span = by_message[i] if i in by_message else self._message(shown, i, text)
+            context += _without([span], self._trained(messages[i], span, text))
+        return text, _without([(0, len(text))], context)
+
+    def _answers(self, messages: Sequence[Any], by_message: bool) -> tuple[str, list[tuple[int, Span]]]:
+        """Return the text, and each answer's message and characters.
+
+        Args:
+            messages: as the template sees them.
+            by_message: whether the number of an answer's message must be right.
+        """
+        indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if self.template.marks_answers:
-            return _unmarked(self.template.marked(messages))
-        text, spans = self.template.render(messages, prompt=False), []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+            text, marked = _unmarked(self.template.marked(messages))
+            if len(marked) == len(indices):
+                return text, [*zip(indices, marked, strict=True)]
+            if by_message:
+                raise DataError(
+                    f"the chat template {self.template.name} marks {len(marked)} answers of {len(indices)} messages, so one "
+                    "that is not trained on cannot be told; put {% generation %} around every answer in a copy, for "
+                    "--data.chat-template"
+                )
+            return text, [(0, span) for span in marked]
+        text = self.template.render(messages, prompt=False)
+        answers = []
+        for i in indices:
             before = self.template.render(messages[:i], prompt=True)
             after = self.template.render(messages[: i + 1], prompt=False)
-            if not (text.startswith(after) and after.startswith(before)):
-                raise DataError(
-                    f"the chat template {self.template.name} writes the beginning of a conversation otherwise than the whole, so an "
-                    "answer in it cannot be told from the rest; put {% generation %} and {% endgeneration %} around answers in a copy, "
-                    "for --data.chat-template, or write --data.loss-on all"
-                )
+            self._check_beginnings(before, after, text)
             # What an answer ends with is its last word; the line end after it is the template's.
-            spans.append((len(before), len(after.rstrip() if self.template.ending else after)))
-        return text, spans
+            answers.append((i, (len(before), len(after.rstrip() if self.template.ending else after))))
+        return text, answers
+
+    def _message(self, messages: Sequence[Any], i: int, text: str) -> Span:
+        """Return the characters of message `i`, which is no answer."""
+        before = self.template.render(messages[:i], prompt=False) if i else ""
+        after = self.template.render(messages[: i + 1], prompt=False)
+        self._check_beginnings(before, after, text)
+        return len(before), len(after)
+
+    def _check_beginnings(self, before: str, after: str, text: str) -> None:
+        if not (text.startswith(after) and after.startswith(before)):
+            raise DataError(
+                f"the chat template {self.template.name} writes the beginning of a conversation otherwise than the whole, so an "
+                "answer in it cannot be told from the rest; put {% generation %} and {% endgeneration %} around answers in a copy, "
+                "for --data.chat-template, or write --data.loss-on all"
+            )
+
+    def _trained(self, message: Any, span: Span, text: str) -> list[Span]:
+        """Return the parts of a message's characters that are trained on."""
+        if message.get("weight") == 0:
+            return []
+        context = [part for part in message.get(PARTS, []) if not part["train"]]
+        if not context:
+            return [span]
+        content = message["content"]
+        start = text.find(content, *span)
+        if start < 0:  # most templates take white space off
+            content = content.strip()
+            start = text.find(content, *span) - message["content"].find(content)
+            if content not in text[slice(*span)]:
+                raise DataError(
+                    f"the chat template {self.template.name} changes a content that has {PARTS}, so its parts cannot be told; "
+                    f"take {PARTS} out of the record"
+                )
+        return _without([span], [(start + part["begin_offset"], start + part["end_offset"] + 1) for part in context])
 
     def _targets(self, count: int, places: np.ndarray, spans: list[Span] | None) -> np.ndarray:
         """Which tokens have a character of an answer, bool [count]."""
@@ -89,6 +151,15 @@ class ChatTokens:
         for start, stop in spans:
             targets |= (starts < stop) & (stops > start)
         return targets
+
+
+def _without(spans: Sequence[Span], cut: Sequence[Span]) -> list[Span]:
+    """Return the spans without the characters of other spans."""
+    left = [*spans]
+    for first, last in cut:
+        parts = [part for start, stop in left for part in ((start, min(stop, first)), (max(start, last), stop))]
+        left = [(start, stop) for start, stop in parts if start < stop]
+    return left
 
 
 def _unmarked(marked: str) -> tuple[str, list[Span]]:

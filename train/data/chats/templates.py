@@ -23,6 +23,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
 """What begins and ends an answer in a marked text: of no text, by Unicode's rule, and refused in messages."""
 _CONTENT = "\ufdd2"
+WEIGHTS = ("weight", "train", "training", "loss")
+"""Fields of a message that say whether it is trained on: OpenAI and Mistral; axolotl; axolotl's older name; ms-swift and XTuner."""
+PARTS = "train_detail"
+"""Field of a message with the parts of its content that are trained on, as axolotl has it."""
 
 Message = Mapping[str, Any]
 
@@ -169,7 +173,35 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where} has no text in its content; write a string, or parts of type text")
     if set(content) & {*MARKS, _CONTENT, "\0"}:
         raise DataError(f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD2); remove it")
-    return {name: value for name, value in message.items() if value is not None} | {"content": content}
+    fields = {name: value for name, value in message.items() if value is not None} | {"content": content}
+    trained = [_is_trained(fields.pop(name), name, where) for name in WEIGHTS if name in fields]
+    if PARTS in fields:
+        _check_parts(fields[PARTS], len(content), where)
+    return fields if all(trained) else {**fields, "weight": 0}
+
+
+def _is_trained(value: Any, name: str, where: str) -> bool:
+    """Return a 0 or 1 of a record as a bool."""
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise DataError(
+            f"{where} has the {name} {value!r:.40}; write 0 (context, not trained on) or 1, or take it out of the record"
+        )
+    return bool(value)
+
+
+def _check_parts(parts: Any, length: int, where: str) -> None:
+    """Refuse a `train_detail` that does not name parts of a content of `length` characters."""
+    form = '{"begin_offset": 0, "end_offset": 9, "train": false}'
+    if not isinstance(parts, list):
+        raise DataError(f"{where} has the {PARTS} {parts!r:.40}; write a list of {form}")
+    for part in parts:
+        fields = part if isinstance(part, dict) else {}
+        first, last = fields.get("begin_offset"), fields.get("end_offset")
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last < length:
+            raise DataError(
+                f"{where} has the {PARTS} {part!r:.80}; write {form}, with characters of its content from 0 to {length - 1}"
+            )
+        _is_trained(fields.get("train"), f"{PARTS} train", where)
 
 
 def _fields(path: Path) -> Mapping[str, Any]:

@@ -49,12 +49,16 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     field = FIELD if config.field == type(config).field else config.field
     files = user_files.files(path_of(config.name.partition(":")[2]), "chat", field, None, note)
     tokens = ChatTokens(encoder, template, config.loss_on)
-    key = f"chat-{cache.digest(corpus.stat_digest(files.every()), field)}"
+    # The version of the reading: caches made before messages had weights hold other targets.
+    key = f"chat-{cache.digest(corpus.stat_digest(files.every()), field, 'weights')}"
     sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)
     without = [where for _, file in files.records for where in file.without_answer]  # pyright: ignore
     if without:
         more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
-        note(f"left out {len(without)} records, in which no assistant speaks: {', '.join(without[:_NAMED])}{more}")
+        note(
+            f"left out {len(without)} records, in which no assistant speaks that is trained on: "
+            f"{', '.join(without[:_NAMED])}{more}"
+        )
     digest = cache.digest(tokens.key, *(sides[side].digest for side in packing.SIDES))
     conversations = Conversations(
         config,
