@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,17 @@ from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
+
+_COUNTED_AT_ONCE, _TOKENS_AT_ONCE = 1024, 1 << 20
+"""Windows, and tokens, that are in memory while bytes are counted."""
+
+
+class Counted(NamedTuple):
+    """Targets of evaluation examples."""
+
+    targets: int
+    text_bytes: float
+    """Bytes of text that these stand for. The end of a document counts as one."""
 
 
 class TextWindows(Data):
@@ -65,10 +76,15 @@ class TextWindows(Data):
             train_size=train_size,
             eval_size=windows,
             tokenizer=tokenizer,
-            bytes_per_token=eval_.text_bytes / len(eval_.tokens) if has_bytes else None,
+            bytes_per_token=None,
         )
-        self._eval, self._seq_len = eval_.tokens, seq_len
+        self._eval, self._seq_len, self._eval_bytes = eval_.tokens, seq_len, eval_.text_bytes
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
+        if has_bytes and tokenizer.key == "bytes":
+            self.bytes_per_token = 1.0
+        elif has_bytes:
+            counted = self.counted(self.eval_size)
+            self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
 
     @abc.abstractmethod
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
@@ -114,6 +130,39 @@ class TextWindows(Data):
             first = np.diff(segments, axis=1, prepend=-1) > 0
             batch["positions"] = place - np.maximum.accumulate(np.where(first, place, 0), axis=1)
         return batch
+
+    def counted(self, examples: int) -> Counted:
+        """Count the targets of the first evaluation examples, and the bytes of text that they stand for.
+
+        The bytes are exact where the vocabulary spells its text. Otherwise they are scaled, so that those of all
+        evaluation tokens are the bytes of the evaluation text.
+        """
+        sizes = self.tokenizer.token_bytes()
+        sizes[self.tokenizer.separator] = 1
+        begins = self._spaces_before_text()
+        targets, size = 0, 0
+        for start in range(0, examples, _COUNTED_AT_ONCE):
+            tokens, weights = self.eval_windows(range(start, min(start + _COUNTED_AT_ONCE, examples)))
+            batch = self.batch_of(tokens, weights)
+            counts = batch["weights"] > 0
+            targets += int(counts.sum())
+            size += int(sizes[batch["targets"][counts]].sum())
+            starts = counts & (batch["inputs"] == self.tokenizer.separator)
+            size -= int(begins[batch["targets"][starts]].sum())
+        every, before = 0, self.tokenizer.separator
+        for start in range(0, len(self._eval), _TOKENS_AT_ONCE):
+            ids = np.asarray(self._eval[start : start + _TOKENS_AT_ONCE])
+            starts = np.append(before, ids[:-1]) == self.tokenizer.separator
+            every += int(sizes[ids].sum()) - int(begins[ids[starts]].sum())
+            before = ids[-1]
+        return Counted(targets, size * self._eval_bytes / max(every, 1))
+
+    def _spaces_before_text(self) -> np.ndarray:
+        """Return 1 for ids that begin with a space which no text has where a document begins, int64 [vocab_size]."""
+        pieces = self.tokenizer.pieces() if self.tokenizer.adds_space else []
+        spaces = np.zeros(self.tokenizer.vocab_size, np.int64)
+        spaces[[i for i, piece in enumerate(pieces) if piece.startswith(" ")]] = 1
+        return spaces
 
     def eval_targets(self) -> np.ndarray:
         """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used.

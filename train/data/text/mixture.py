@@ -84,8 +84,6 @@ class Mixture(Data):
             for name, part in parts.items()
         }
         sizes = [text.train_size for text in self._texts]
-        lengths = [text.bytes_per_token for text in self._texts]
-        text_lengths = [length for length in lengths if length is not None]
         super().__init__(
             config,
             facts={
@@ -100,8 +98,13 @@ class Mixture(Data):
             else self._train.until_one_ends(size for size in sizes if size is not None),
             eval_size=self._eval.until_one_ends(text.eval_size for text in self._texts),
             tokenizer=self._texts[0].tokenizer,
-            bytes_per_token=float(np.dot(counts, text_lengths)) / BLOCK if len(text_lengths) == len(lengths) else None,
+            bytes_per_token=None,
         )
+        if all(text.bytes_per_token is not None for text in self._texts):
+            examples = np.bincount(self._eval(range(self.eval_size))[0], minlength=len(counts))
+            counted = [text.counted(int(count)) for text, count in zip(self._texts, examples, strict=True)]
+            targets = sum(part.targets for part in counted)
+            self.bytes_per_token = sum(part.text_bytes for part in counted) / max(targets, 1)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
@@ -22,6 +23,8 @@ _USUAL = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentenc
 """What ends a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral and T5; Gemma; DeepSeek; BERT."""
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
+_SPACE = "▁"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LISTED = 6
 _NO_UTF8 = 0xFF
 """A byte that no UTF-8 has."""
@@ -75,6 +78,15 @@ class Bytes:
     def pieces(self) -> list[str]:
         """What each id stands for, a byte as the character of that number."""
         return [chr(byte) for byte in range(self.vocab_size)]
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether the first token of a text begins with a space that the text does not have."""
+        return False
+
+    def token_bytes(self) -> np.ndarray:
+        """Return how many bytes of text each id stands for, int64 [vocab_size]."""
+        return np.ones(self.vocab_size, np.int64)
 
 
 class Ids(Bytes):
@@ -182,6 +194,27 @@ class Subwords:
     def pieces(self) -> list[str]:
         tokens = (self._library.id_to_token(i) or "" for i in range(self.vocab_size))
         return [functools.reduce(lambda piece, pair: piece.replace(*pair), _SPACES, token) for token in tokens]
+
+    @property
+    def adds_space(self) -> bool:
+        with self._calling():
+            encoding = self._library.encode("a", add_special_tokens=False)
+        return bool(encoding.tokens) and encoding.tokens[0].startswith(_SPACE)
+
+    def token_bytes(self) -> np.ndarray:
+        special = self._library.get_added_tokens_decoder()
+        decoder = self._library.decoder
+        kind = b"" if decoder is None else decoder.__getstate__()
+        sizes = np.zeros(self.vocab_size, np.int64)
+        for token, i in self._library.get_vocab(with_added_tokens=True).items():
+            if i not in special and b'"ByteLevel"' in kind:
+                sizes[i] = len(token)  # a character for each byte
+            elif i not in special and _BYTE.fullmatch(token):
+                sizes[i] = 1
+            else:
+                word = token.removeprefix("##") if b'"WordPiece"' in kind else token
+                sizes[i] = len(word.replace(_SPACE, " ").encode())
+        return sizes
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
