@@ -27,6 +27,7 @@ class Source(NamedTuple):
 
 _FOLDER = "mupax.train.data.sources"
 _TEXT = frozenset({"tokenizer", "separator", "document_mask", "reset_positions"})
+_CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
@@ -35,11 +36,11 @@ SOURCES: dict[str, Source] = {
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES),
     "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES),
-    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix", "stream"}),
+    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | {"field", "mix", "stream"}),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream"}),
     "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | {"field"}),
-    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | {"field", "chat_template", "loss_on"}),
+    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | {"field"}),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -189,7 +190,8 @@ class DataConfig:
     data_dir: str | None = None
     """Where prepared datasets lie; the user cache folder unless given."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the training text), the path of a tokenizer.json, or ids:SIZE of token ids made elsewhere."""
+    """bytes, bpe:SIZE (trained on the training text, a mixture's by weight), the path of a tokenizer.json, or ids:SIZE of ids
+    made elsewhere."""
     separator: str | None = None
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
     field: str = "text"
@@ -197,9 +199,9 @@ class DataConfig:
     stream: bool = False
     """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
     chat_template: str | None = None
-    """chat:PATH only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
+    """Conversations only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
     loss_on: Literal["answers", "all"] = "answers"
-    """chat:PATH only: whether what assistants say is trained on, or every token."""
+    """Conversations only: whether what assistants say is trained on, or every token."""
     document_mask: bool = False
     """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
     reset_positions: bool = False

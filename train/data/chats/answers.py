@@ -64,7 +64,7 @@ class ChatTokens:
         Raises:
             DataError: as `encode`.
         """
-        shown = [{name: value for name, value in message.items() if name not in _UNSEEN} for message in messages]
+        shown = shown_to_template(messages)
         masked = [i for i, message in enumerate(messages) if not _UNSEEN.isdisjoint(message)]
         if self.loss_on == "all" and not masked:
             return self.template.render(shown, prompt=False), None
@@ -151,6 +151,15 @@ class ChatTokens:
         for start, stop in spans:
             targets |= (starts < stop) & (stops > start)
         return targets
+
+
+def shown_to_template(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return messages without the fields that say what is trained on.
+
+    Args:
+        messages: as `templates.checked` gives them.
+    """
+    return [{name: value for name, value in message.items() if name not in _UNSEEN} for message in messages]
 
 
 def _without(spans: Sequence[Span], cut: Sequence[Span]) -> list[Span]:

@@ -6,7 +6,7 @@ than a window is cut at its end, and one of which no target is left is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -123,6 +123,7 @@ class Conversations(Data):
                     "train and eval in their files' names: give more records, or a larger model.seq_len"
                 )
         counts = {"train_records": len(sides[0].spans), "eval_records": len(sides[1].spans)}
+        counts["eval_tokens"] = len(eval_.tokens)
         super().__init__(
             config,
             facts={**facts, "tokenizer": encoder.key, "train_tokens": len(train.tokens), **counts},
@@ -156,11 +157,18 @@ class Conversations(Data):
         return Counted(targets, size)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        windows = self._shuffle(order.batch_indices(k, self.batch_size, rows))[1]
-        return self._batch(self.train_windows, windows, len(windows))
+        return self.train_examples(order.batch_indices(k, self.batch_size, rows))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = order.batch_indices(j, self.eval_batch_size, rows)
+        return self.eval_examples_of(order.batch_indices(j, self.eval_batch_size, rows))
+
+    def train_examples(self, indices: Iterable[int]) -> Batch:
+        """Return training examples by their numbers, counted from the start of the run and on through all epochs."""
+        windows = self._shuffle(indices)[1]
+        return self._batch(self.train_windows, windows, len(windows))
+
+    def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return evaluation examples by their numbers; those past the last one have weight 0."""
         inside = [i for i in indices if i < self.eval_size]
         return self._batch(self.eval_windows, self._eval_shuffle(inside)[1], len(indices))
 

@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,9 @@ WEIGHTS = ("weight", "train", "training", "loss")
 """Fields of a message that say whether it is trained on: OpenAI and Mistral; axolotl; axolotl's older name; ms-swift and XTuner."""
 PARTS = "train_detail"
 """Field of a message with the parts of its content that are trained on, as axolotl has it."""
+
+_SPECIAL = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|</?[A-Za-z_][\w:-]*>|\[/?[A-Z][A-Z_]*\]")
+"""Tokens as ChatML and Llama 3 write them, DeepSeek, Gemma and Llama 2, and Mistral."""
 
 Message = Mapping[str, Any]
 
@@ -91,6 +95,25 @@ class Template:
         except DataError:
             return ""
         return text.rpartition(_CONTENT)[2].strip() if _CONTENT in text else ""
+
+    @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens such as `<|im_end|>` that the template writes around messages, in their order."""
+        tokens = {}
+        for roles in (
+            ("user", "assistant"),
+            ("system", "user", "assistant"),
+            ("user", "assistant", "tool", "assistant"),
+        ):
+            conversation = [{"role": role, "content": _CONTENT} for role in roles]
+            for prompt in (False, True):
+                try:
+                    text = self.render(conversation, prompt=prompt)
+                except DataError:  # a template without a role for system or tool
+                    continue
+                tokens |= dict.fromkeys(_SPECIAL.findall(text))
+                tokens |= {token: None for token in self.tokens.values() if token and token in text}
+        return tuple(tokens)
 
     @functools.cached_property
     def _tags(self) -> set[str]:

@@ -13,7 +13,8 @@ from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, splits, user_files
-from mupax.train.data.sources.text import check_vocabulary, language_model
+from mupax.train.data.sources import training_texts
+from mupax.train.data.sources.text import check_vocabulary, language_model, opened_tokenizer
 from mupax.train.data.text import named_tokenizers, packing, tokenizer
 from mupax.zoo.families import ModelConfig
 
@@ -34,18 +35,21 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     """
     model = language_model(config.name, model)
     encoder = named_tokenizers.opened(config.tokenizer, config.separator)
-    if encoder is None or isinstance(encoder, tokenizer.Ids):
+    if isinstance(encoder, tokenizer.Ids):
         raise DataError(
-            f"data.tokenizer is {config.tokenizer}, and conversations are in the tokens of a model that is there already; write "
-            "bytes, or the path of its tokenizer.json"
+            f"data.tokenizer is {config.tokenizer}, a number of ids and no words; write bytes, bpe:SIZE, or the path of a "
+            "tokenizer.json"
         )
-    check_vocabulary(config, encoder, model)
     template = templates.find(config.tokenizer, config.chat_template)
     if template is None:
         raise DataError(
             f"there is no chat template beside data.tokenizer {config.tokenizer}; write one in jinja2, and its file as "
             "--data.chat-template FILE"
         )
+    if encoder is None:
+        texts = training_texts.opened(config, model, note)
+        encoder = opened_tokenizer(config, texts.key, model.vocab_size, texts.read, note, texts.special)
+    check_vocabulary(config, encoder, model)
     field = FIELD if config.field == type(config).field else config.field
     files = user_files.files(path_of(config.name.partition(":")[2]), "chat", field, None, note)
     tokens = ChatTokens(encoder, template, config.loss_on)

@@ -48,6 +48,17 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
         config, model, seed, note: as `mupax.train.data.load` takes them.
     """
     language_model(config.name, model)
+    return open_text(config, model, seed, note, *python_documents(config, note))
+
+
+def python_documents(
+    config: DataConfig, note: cache.Note
+) -> tuple[str, Callable[[], packing.Documents], dict[str, Any]]:
+    """Return the key, the documents and the facts of the Python standard library.
+
+    Args:
+        config, note: as `mupax.train.data.load` takes them.
+    """
     files = corpus.python_files()
     content = corpus.content_digest(files)
 
@@ -58,7 +69,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
         return {side: records(builders.Source(builder, side), "text") for side in packing.SIDES}
 
     facts = {"python": platform.python_version(), "files": len(files), "text_digest": content}
-    return open_text(config, model, seed, note, f"python_corpus-{content}", documents, facts)
+    return f"python_corpus-{content}", documents, facts
 
 
 def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
@@ -188,7 +199,12 @@ def check_vocabulary(config: DataConfig, encoder: tokenizer.Tokenizer, model: To
 
 
 def opened_tokenizer(
-    config: DataConfig, key: str, vocab_size: int, texts: Callable[[], Iterator[bytes]], note: cache.Note
+    config: DataConfig,
+    key: str,
+    vocab_size: int,
+    texts: Callable[[], Iterator[bytes]],
+    note: cache.Note,
+    special: Sequence[str] = (),
 ) -> tokenizer.Tokenizer:
     """The tokenizer of a config; bpe:SIZE is trained on the first training documents and kept in the cache.
 
@@ -198,6 +214,7 @@ def opened_tokenizer(
         vocab_size: of the model.
         texts: gives the training documents.
         note: told what takes time.
+        special: tokens of bpe:SIZE that are no text, beside the separator.
 
     Raises:
         DataError: there is no such tokenizer, or the model has no room for it.
@@ -216,6 +233,6 @@ def opened_tokenizer(
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
                 part = path.with_name(f"{path.name}.{os.getpid()}.part")
-                named_tokenizers.train_bpe(texts(), size).save(str(part))
+                named_tokenizers.train_bpe(texts(), size, special).save(str(part))
                 part.replace(path)
     return tokenizer.Subwords(path, config.separator)

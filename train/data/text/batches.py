@@ -91,11 +91,19 @@ class TextWindows(Data):
         """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        tokens = self.train_windows(order.batch_indices(k, self.batch_size, rows))
-        return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+        return self.train_examples(order.batch_indices(k, self.batch_size, rows))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        return self.batch_of(*self.eval_windows(order.batch_indices(j, self.eval_batch_size, rows)))
+        return self.eval_examples_of(order.batch_indices(j, self.eval_batch_size, rows))
+
+    def train_examples(self, indices: Iterable[int]) -> Batch:
+        """Return training examples by their numbers, counted as `train_windows` counts them."""
+        tokens = self.train_windows(indices)
+        return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+
+    def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return evaluation examples by their numbers; those past the last one have weight 0."""
+        return self.batch_of(*self.eval_windows(indices))
 
     def eval_windows(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Evaluation examples by their numbers, int32 [B, T + 1], and their weights, float32 [B, T]; of those past the last one 0."""
@@ -142,8 +150,7 @@ class TextWindows(Data):
         begins = self._spaces_before_text()
         targets, size = 0, 0
         for start in range(0, examples, _COUNTED_AT_ONCE):
-            tokens, weights = self.eval_windows(range(start, min(start + _COUNTED_AT_ONCE, examples)))
-            batch = self.batch_of(tokens, weights)
+            batch = self.eval_examples_of(range(start, min(start + _COUNTED_AT_ONCE, examples)))
             counts = batch["weights"] > 0
             targets += int(counts.sum())
             size += int(sizes[batch["targets"][counts]].sum())

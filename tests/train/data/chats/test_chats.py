@@ -325,7 +325,8 @@ def test_a_folder_of_conversations_is_known_by_its_records(tmp_path: Path) -> No
         ({"messages": [{**TALK[2], "weight": 0.5}]}, {}, r"a.jsonl line 1: messages\[0\] has the weight 0.5"),
         ({}, {"field": "talk"}, "no field 'talk'; write --data.field messages"),
         ({}, {"chat_template": None}, "no chat template beside data.tokenizer bytes"),
-        ({}, {"tokenizer": "bpe:300"}, "write bytes, or the path of its tokenizer.json"),
+        ({}, {"tokenizer": "ids:200"}, "a number of ids and no words; write bytes, bpe:SIZE, or the path"),
+        ({}, {"tokenizer": "bpe:300"}, "bpe:300 and a model of 256 tokens; write --model.vocab-size 300"),
         ({}, {"seq_len": 12}, "no answer within 12 tokens"),
     ],
 )  # fmt: skip
