@@ -26,7 +26,7 @@ class Source(NamedTuple):
 
 
 _FOLDER = "mupax.train.data.sources"
-_TEXT = frozenset({"tokenizer", "separator", "document_mask", "reset_positions"})
+_TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 SOURCES: dict[str, Source] = {
@@ -194,6 +194,8 @@ class DataConfig:
     made elsewhere."""
     separator: str | None = None
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
+    special_tokens: Literal["parse", "text"] = "parse"
+    """Whether special tokens such as `<|endoftext|>` that are quoted in a text are tokens, as if written on purpose, or plain text."""
     field: str = "text"
     """Of records: the field or column that has the text; of a chat `messages` unless given."""
     stream: bool = False

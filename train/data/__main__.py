@@ -10,7 +10,7 @@ import socket
 import sys
 import urllib.request
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from tyro import conf
@@ -39,6 +39,8 @@ class Prepare:
     """Of text:PATH and records:PATH, as data.tokenizer."""
     separator: str | None = None
     """Of text:PATH and records:PATH, as data.separator."""
+    special_tokens: Literal["parse", "text"] = "parse"
+    """Of text:PATH and records:PATH, as data.special_tokens."""
     field: str = "text"
     """Of records: the field or column that has the text."""
 
@@ -84,8 +86,14 @@ class Prepare:
         from mupax.train.data import load
         from mupax.zoo.configs import DecoderConfig
 
-        fields = {"tokenizer": self.tokenizer, "separator": self.separator, "field": self.field}
-        config = DataConfig(name=self.name, batch_size=1, **fields)
+        config = DataConfig(
+            name=self.name,
+            batch_size=1,
+            tokenizer=self.tokenizer,
+            separator=self.separator,
+            special_tokens=self.special_tokens,
+            field=self.field,
+        )
         facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
         train, evaluation = facts["train_tokens"], facts["eval_tokens"]
         terminal.say(f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens")

@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mupax.train.data.chats.templates import MARKS, PARTS, Template
+from mupax.train.data.chats.templates import MARKS, PARTS, QUOTE, Template
 from mupax.train.data.interface import DataError
+from mupax.train.data.text import quoting
 
 Span = tuple[int, int]
+"""Characters [start, stop)."""
 LossOn = Literal["answers", "all"]
 _UNSEEN = frozenset(("weight", PARTS))
 """Fields that say what is trained on, as `templates.checked` leaves them. The template does not see them."""
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    special: list[int]
+    """Where the template's special tokens begin, if those that messages quote are plain text."""
+    trained: list[Span] | None
+    """Characters that are trained on; None if all are."""
 
 
 class ChatTokens:
@@ -33,8 +47,13 @@ class ChatTokens:
 
     def __init__(self, encoder: Any, template: Template, loss_on: LossOn) -> None:
         self.encoder, self.template, self.loss_on = encoder, template, loss_on
-        named = json.dumps([template.source, dict(template.tokens), loss_on], sort_keys=True)
+        fields = [template.source, dict(template.tokens), loss_on]
+        if encoder.variant:
+            fields.append(encoder.variant)
+        named = json.dumps(fields, sort_keys=True)
         self.key = f"{encoder.key}-chat-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+        self.variant = encoder.variant
+        self._special = quoting.pattern(encoder.special)
         self.vocab_size = 2 * encoder.vocab_size + 2
         # Where the template writes nothing after an answer, its end is learned by what ends a conversation.
         ends_by_itself = template.marks_answers or template.ending
@@ -50,34 +69,74 @@ class ChatTokens:
             DataError: the template refuses them, or does not tell which part is an answer.
         """
         rendered = [self.rendered(json.loads(text)) for text in texts]
-        tokens = self.encoder.spans([text for text, _ in rendered])
+        tokens = self.encoder.spans([one.text for one in rendered], [one.special for one in rendered])
         return [
-            ids + self.encoder.vocab_size * self._targets(ids.size, places, spans)
-            for (ids, places), (_, spans) in zip(tokens, rendered, strict=True)
+            ids + self.encoder.vocab_size * self._targets(ids.size, places, one.trained)
+            for (ids, places), one in zip(tokens, rendered, strict=True)
         ]
 
-    def rendered(self, messages: Sequence[Any]) -> tuple[str, list[Span] | None]:
-        """Return the text of a conversation, and the parts of it that are trained on.
+    def quoted(self, text: bytes) -> dict[str, int]:
+        """Return how often each special token stands in the content of messages.
 
-        The parts are characters [start, stop). They are None where all of the text is trained on.
+        Args:
+            text: JSON of messages.
+        """
+        contents = (message["content"] for message in json.loads(text)) if text else ()
+        return dict(sum((Counter(quoting.counts(self._special, content)) for content in contents), Counter()))
+
+    def rendered(self, messages: Sequence[Any]) -> Rendered:
+        """Return the text of a conversation, and the parts of it that are trained on.
 
         Raises:
             DataError: as `encode`.
         """
-        shown = shown_to_template(messages)
+        shown = [self._quoted(message) for message in shown_to_template(messages)]
         masked = [i for i, message in enumerate(messages) if not _UNSEEN.isdisjoint(message)]
         if self.loss_on == "all" and not masked:
-            return self.template.render(shown, prompt=False), None
+            text, special, _ = self._read(self.template.render(shown, prompt=False), [])
+            return Rendered(text, special, None)
+        quoted_text, quoted_answers = self._answers(shown, bool(masked) or self.loss_on == "all")
+        text, special, spans = self._read(quoted_text, [span for _, span in quoted_answers])
+        answers = [(i, span) for (i, _), span in zip(quoted_answers, spans, strict=True)]
         if self.loss_on == "answers":
-            text, answers = self._answers(shown, bool(masked))
-            return text, [part for i, answer in answers for part in self._trained(messages[i], answer, text)]
-        text, answers = self._answers(shown, True)
+            trained = [part for i, answer in answers for part in self._trained(messages[i], answer, text)]
+            return Rendered(text, special, trained)
         by_message = dict(answers)
         context: list[Span] = []
         for i in masked:
-            span = by_message[i] if i in by_message else self._message(shown, i, text)
+            if i in by_message:
+                span = by_message[i]
+            else:
+                _, _, (span,) = self._read(quoted_text, [self._message(shown, i, quoted_text)])
             context += _without([span], self._trained(messages[i], span, text))
-        return text, _without([(0, len(text))], context)
+        return Rendered(text, special, _without([(0, len(text))], context))
+
+    def _quoted(self, value: Any) -> Any:
+        """Return a message with `QUOTE` in every special token of its strings, where these are plain text."""
+        if not self.variant:
+            return value
+        if isinstance(value, str):
+            return self._special.sub(lambda token: f"{token[0][0]}{QUOTE}{token[0][1:]}", value)
+        if isinstance(value, list):
+            return [self._quoted(item) for item in value]
+        if isinstance(value, dict):
+            return {name: self._quoted(item) for name, item in value.items()}
+        return value
+
+    def _read(self, text: str, spans: Sequence[Span]) -> tuple[str, list[int], list[Span]]:
+        """Return a rendered text without `QUOTE`, where its special tokens begin, and spans of it.
+
+        Args:
+            text: rendered from messages that are `_quoted`.
+            spans: of its characters.
+        """
+        quotes = np.array([match.start() for match in re.finditer(QUOTE, text)], np.int64)
+
+        def place(i: int) -> int:
+            return i - int(np.searchsorted(quotes, i))
+
+        special = [place(token.start()) for token in self._special.finditer(text)] if self.variant else []
+        return text.replace(QUOTE, ""), special, [(place(start), place(stop)) for start, stop in spans]
 
     def _answers(self, messages: Sequence[Any], by_message: bool) -> tuple[str, list[tuple[int, Span]]]:
         """Return the text, and each answer's message and characters.

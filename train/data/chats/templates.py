@@ -24,6 +24,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
 """What begins and ends an answer in a marked text: of no text, by Unicode's rule, and refused in messages."""
 _CONTENT = "\ufdd2"
+QUOTE = "\ufdd3"
+"""Stands within a special token that a message quotes, until the template has been rendered."""
 WEIGHTS = ("weight", "train", "training", "loss")
 """Fields of a message that say whether it is trained on: OpenAI and Mistral; axolotl; axolotl's older name; ms-swift and XTuner."""
 PARTS = "train_detail"
@@ -115,6 +117,11 @@ class Template:
                 tokens |= {token: None for token in self.tokens.values() if token and token in text}
         return tuple(tokens)
 
+    @property
+    def special_tokens_at_end(self) -> tuple[str, ...]:
+        """Those of them that end an answer."""
+        return tuple(token for token in self.special_tokens if token in self.ending)
+
     @functools.cached_property
     def _tags(self) -> set[str]:
         lexed = _environment(self.dated).lex(self.source)
@@ -194,8 +201,8 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise DataError(f"{where} has no text in its content; write a string, or parts of type text")
-    if set(content) & {*MARKS, _CONTENT, "\0"}:
-        raise DataError(f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD2); remove it")
+    if set(content) & {*MARKS, _CONTENT, QUOTE, "\0"}:
+        raise DataError(f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD3); remove it")
     fields = {name: value for name, value in message.items() if value is not None} | {"content": content}
     trained = [_is_trained(fields.pop(name), name, where) for name in WEIGHTS if name in fields]
     if PARTS in fields:

@@ -15,7 +15,7 @@ from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, splits, user_files
 from mupax.train.data.sources import training_texts
 from mupax.train.data.sources.text import check_vocabulary, language_model, opened_tokenizer
-from mupax.train.data.text import named_tokenizers, packing, tokenizer
+from mupax.train.data.text import named_tokenizers, packing, quoting, tokenizer
 from mupax.zoo.families import ModelConfig
 
 if TYPE_CHECKING:
@@ -34,13 +34,14 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         DataError: there is no template, it cannot tell answers, or what is there does not fit.
     """
     model = language_model(config.name, model)
-    encoder = named_tokenizers.opened(config.tokenizer, config.separator)
+    template = templates.find(config.tokenizer, config.chat_template)
+    ending = template.special_tokens_at_end if template else ()
+    encoder = named_tokenizers.opened(config.tokenizer, config.separator, config.special_tokens, ending)
     if isinstance(encoder, tokenizer.Ids):
         raise DataError(
             f"data.tokenizer is {config.tokenizer}, a number of ids and no words; write bytes, bpe:SIZE, or the path of a "
             "tokenizer.json"
         )
-    template = templates.find(config.tokenizer, config.chat_template)
     if template is None:
         raise DataError(
             f"there is no chat template beside data.tokenizer {config.tokenizer}; write one in jinja2, and its file as "
@@ -63,6 +64,8 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
             f"left out {len(without)} records, in which no assistant speaks that is trained on: "
             f"{', '.join(without[:_NAMED])}{more}"
         )
+    counts = [side.quoted for side in sides.values()]
+    quoted = quoting.note_counts(note, config.name, counts, config.special_tokens)
     digest = cache.digest(tokens.key, *(sides[side].digest for side in packing.SIDES))
     conversations = Conversations(
         config,
@@ -74,6 +77,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         facts={
             "digest": digest,
             "files": len(files.every()),
+            **({"special_tokens_in_text": quoted} if quoted else {}),
             "chat_template": hashlib.sha256(template.source.encode()).hexdigest(),
         },
     )

@@ -14,7 +14,7 @@ from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, splits, user_files
-from mupax.train.data.text import named_tokenizers, packing, tokenizer
+from mupax.train.data.text import named_tokenizers, packing, quoting, separators, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
 
@@ -167,6 +167,11 @@ def open_text(
         note(
             f"caution: {share:.0%} of the tokens of {config.name} are the one for what {config.tokenizer} does not know"
         )
+    if quoted := quoting.note_counts(
+        note, config.name, [side.quoted for side in sides.values()], config.special_tokens
+    ):
+        facts = {**facts, "special_tokens_in_text": quoted}
+    separators.check(config, encoder, sides["train"].tokens, note, is_text=has_bytes)
     digest = cache.digest(encoder.key, *(sides[side].digest for side in packing.SIDES))
     return TokenData(
         config,
@@ -219,7 +224,7 @@ def opened_tokenizer(
     Raises:
         DataError: there is no such tokenizer, or the model has no room for it.
     """
-    if encoder := named_tokenizers.opened(config.tokenizer, config.separator):
+    if encoder := named_tokenizers.opened(config.tokenizer, config.separator, config.special_tokens):
         return encoder
     size = named_tokenizers.bpe_size(config.tokenizer)
     assert size is not None
@@ -235,4 +240,4 @@ def opened_tokenizer(
                 part = path.with_name(f"{path.name}.{os.getpid()}.part")
                 named_tokenizers.train_bpe(texts(), size, special).save(str(part))
                 part.replace(path)
-    return tokenizer.Subwords(path, config.separator)
+    return tokenizer.Subwords(path, config.separator, config.special_tokens)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mupax.paths import path_of
 from mupax.train.data.interface import DataError
+from mupax.train.data.text.quoting import SpecialTokens
 from mupax.train.data.text.tokenizer import SEPARATOR, Bytes, Ids, Subwords, Tokenizer, decoded
 
 SMALLEST_BPE = 257
@@ -14,12 +15,19 @@ SMALLEST_BPE = 257
 _TRAINING_BYTES = 1 << 28
 
 
-def opened(name: str, separator: str | None = None) -> Tokenizer | None:
+def opened(
+    name: str,
+    separator: str | None = None,
+    special_tokens: SpecialTokens = "parse",
+    template_tokens: Collection[str] = (),
+) -> Tokenizer | None:
     """The tokenizer of a data.tokenizer: bytes, ids:SIZE or the path of a tokenizer.json; None of bpe:SIZE, which data make.
 
     Args:
         name: data.tokenizer.
         separator: data.separator.
+        special_tokens: data.special_tokens.
+        template_tokens: as `Subwords` takes them.
 
     Raises:
         DataError: there is none of that name, or it has not this separator.
@@ -28,7 +36,7 @@ def opened(name: str, separator: str | None = None) -> Tokenizer | None:
         return None
     size = _size(name, "ids", 2)
     if name != "bytes" and size is None:
-        return Subwords(path_of(name), separator)
+        return Subwords(path_of(name), separator, special_tokens, template_tokens)
     if size is None:
         if separator is not None:
             raise DataError(f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out")

@@ -10,13 +10,15 @@ import dataclasses
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from mupax.train.data.interface import DataError
+from mupax.train.data.text import quoting
+from mupax.train.data.text.quoting import SpecialTokens
 
 SEPARATOR = "<|endoftext|>"
 _USUAL = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
@@ -48,8 +50,15 @@ class Bytes:
         """Ids of each text, int32 [length]."""
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
 
-    def spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of each text, int32 [length], and which of its characters each stands for: [start, stop), int64 [length, 2]."""
+    def spans(
+        self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, int32 [length], and which of its characters each stands for: [start, stop), int64 [length, 2].
+
+        Args:
+            texts: to encode.
+            written: where special tokens begin in each that are tokens; read where others are encoded as plain text.
+        """
         counts = [[len(character.encode()) for character in text] for text in texts]
         starts = [np.repeat(np.arange(len(each)), each) for each in counts]
         ids = self.encode([text.encode() for text in texts])
@@ -60,6 +69,14 @@ class Bytes:
         return bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
     unknown: ClassVar[int | None] = None
+    variant: ClassVar[str] = ""
+    """Part of the names of files of tokens, as `Subwords` has it."""
+    special: ClassVar[tuple[str, ...]] = ()
+    """Tokens that stand for no text, as a text may quote them."""
+
+    def quoted(self, text: bytes) -> dict[str, int]:
+        """Return how often each special token stands in a text."""
+        return {}
 
     @property
     def start(self) -> np.ndarray:
@@ -114,12 +131,20 @@ class Subwords:
     Args:
         path: the file.
         separator: the token that ends every document; found by its usual names unless given.
+        special_tokens: whether special tokens that stand in a text are tokens ("parse") or plain text ("text").
+        template_tokens: added tokens that count as special because a chat template ends turns with them.
 
     Raises:
         DataError: there is no such file, it is no tokenizer, or it has no token that could separate documents.
     """
 
-    def __init__(self, path: Path, separator: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        separator: str | None = None,
+        special_tokens: SpecialTokens = "parse",
+        template_tokens: Collection[str] = (),
+    ) -> None:
         from tokenizers import Tokenizer as Library
 
         try:
@@ -152,17 +177,38 @@ class Subwords:
         self.separator = chosen
         if chosen != usual:
             self.key += f"-{chosen}"  # what was packed with another is not this
+        added = self._library.get_added_tokens_decoder().values()
+        names = [token.content for token in added if token.special or token.content in template_tokens]
+        self.special = tuple(dict.fromkeys((*names, self._library.id_to_token(chosen))))
+        self._quotes = re.compile(quoting.pattern(self.special).pattern.encode())
+        self._encoder = self._library
+        self.variant = ""
+        if special_tokens == "text":
+            self.variant = "-plain"  # the key stays: the vocabulary is the same
+            with self._calling():
+                self._encoder = quoting.plain_library(content, self.special)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         # The library spreads a batch over the cores.
         with self._calling():
-            encodings = self._library.encode_batch_fast([decoded(text) for text in texts], add_special_tokens=False)
+            encodings = self._encoder.encode_batch_fast([decoded(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        with self._calling():
-            encodings = self._library.encode_batch([*texts], add_special_tokens=False)
-        return [(np.array(each.ids, np.int32), np.array(each.offsets, np.int64).reshape(-1, 2)) for each in encodings]
+    def spans(
+        self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        if not self.variant or written is None:
+            with self._calling():
+                encodings = self._encoder.encode_batch([*texts], add_special_tokens=False)
+            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+            places = [np.array(encoding.offsets, np.int64).reshape(-1, 2) for encoding in encodings]
+            return [*zip(ids, places, strict=True)]
+        marked = [quoting.marked(text, starts) for text, starts in zip(texts, written, strict=True)]
+        spans = self.spans([text for text, _ in marked])
+        return [(ids, _at_origin(places, origin)) for (ids, places), (_, origin) in zip(spans, marked, strict=True)]
+
+    def quoted(self, text: bytes) -> dict[str, int]:
+        return quoting.counts(self._quotes, text)
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
@@ -227,6 +273,16 @@ class Subwords:
             raise DataError(f"{self.path} is a damaged tokenizer.json: {error!s:.200}") from error
 
 
+def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    """Return spans [start, stop) of characters as spans of the characters that those are from."""
+    if not len(origin):
+        return places
+    starts = origin[np.minimum(places[:, 0], len(origin) - 1)]
+    last = origin[np.maximum(places[:, 1] - 1, 0)]
+    stops = np.where(places[:, 1] > places[:, 0], last + 1, starts)
+    return np.stack([starts, stops], axis=1)
+
+
 Tokenizer = Bytes | Subwords
 
 
@@ -239,9 +295,15 @@ class Encoder(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def separator(self) -> int: ...
+    @property
+    def variant(self) -> str: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document."""
+        ...
+
+    def quoted(self, text: bytes) -> dict[str, int]:
+        """How often each special token stands in a document."""
         ...
 
 
