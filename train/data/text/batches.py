@@ -22,7 +22,7 @@ from mupax.train.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
-_COUNTED_AT_ONCE, _TOKENS_AT_ONCE = 1024, 1 << 20
+_WINDOWS_AT_ONCE, _TOKENS_AT_ONCE = 1024, 1 << 20
 """Windows, and tokens, that are in memory while bytes are counted."""
 
 
@@ -79,6 +79,7 @@ class TextWindows(Data):
             bytes_per_token=None,
         )
         self._eval, self._seq_len, self._eval_bytes = eval_.tokens, seq_len, eval_.text_bytes
+        self._windows = windows
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
         if has_bytes and tokenizer.key == "bytes":
             self.bytes_per_token = 1.0
@@ -147,22 +148,37 @@ class TextWindows(Data):
         """
         sizes = self.tokenizer.token_bytes()
         sizes[self.tokenizer.separator] = 1
-        begins = self._spaces_before_text()
-        targets, size = 0, 0
-        for start in range(0, examples, _COUNTED_AT_ONCE):
-            batch = self.eval_examples_of(range(start, min(start + _COUNTED_AT_ONCE, examples)))
-            counts = batch["weights"] > 0
-            targets += int(counts.sum())
-            size += int(sizes[batch["targets"][counts]].sum())
-            starts = counts & (batch["inputs"] == self.tokenizer.separator)
-            size -= int(begins[batch["targets"][starts]].sum())
-        every, before = 0, self.tokenizer.separator
+        spaces = self._spaces_before_text()
+        text_bytes = 0
+        targets = 0
+        target_bytes = 0
+        before = self.tokenizer.separator
         for start in range(0, len(self._eval), _TOKENS_AT_ONCE):
             ids = np.asarray(self._eval[start : start + _TOKENS_AT_ONCE])
-            starts = np.append(before, ids[:-1]) == self.tokenizer.separator
-            every += int(sizes[ids].sum()) - int(begins[ids[starts]].sum())
+            begins = np.append(before, ids[:-1]) == self.tokenizer.separator
+            token_bytes = sizes[ids] - np.where(begins, spaces[ids], 0)
+            counts = ~begins if self.config.document_mask else np.ones(len(ids), bool)
+            if start == 0:
+                counts[0] = False  # nothing is before it
+            text_bytes += int(token_bytes.sum())
+            targets += int(counts.sum())
+            target_bytes += int(token_bytes[counts].sum())
             before = ids[-1]
-        return Counted(targets, size * self._eval_bytes / max(every, 1))
+        if examples < self._windows:
+            targets, target_bytes = self._counted_of(examples, sizes, spaces)
+        return Counted(targets, target_bytes * self._eval_bytes / max(text_bytes, 1))
+
+    def _counted_of(self, examples: int, sizes: np.ndarray, spaces: np.ndarray) -> Counted:
+        """Count the targets of some evaluation examples, and their bytes as `sizes` has them."""
+        targets = 0
+        text_bytes = 0
+        for start in range(0, examples, _WINDOWS_AT_ONCE):
+            batch = self.eval_examples_of(range(start, min(start + _WINDOWS_AT_ONCE, examples)))
+            counts = batch["weights"] > 0
+            begins = counts & (batch["inputs"] == self.tokenizer.separator)
+            targets += int(counts.sum())
+            text_bytes += int(sizes[batch["targets"][counts]].sum()) - int(spaces[batch["targets"][begins]].sum())
+        return Counted(targets, text_bytes)
 
     def _spaces_before_text(self) -> np.ndarray:
         """Return 1 for ids that begin with a space which no text has where a document begins, int64 [vocab_size]."""

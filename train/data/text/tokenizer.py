@@ -40,11 +40,15 @@ class Bytes:
         key: names a tokenizer and its content; part of the data's digest and of file names.
         vocab_size: ids are in [0, vocab_size).
         separator: id that ends every document.
+        variant: part of the names of files of tokens: where special tokens that a text quotes are plain text, "-plain".
+        special: tokens that stand for no text, as a text may quote them.
     """
 
     key: str = "bytes"
     vocab_size: int = 256
     separator: int = 0
+    variant: str = ""
+    special: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each text, int32 [length]."""
@@ -69,10 +73,6 @@ class Bytes:
         return bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
     unknown: ClassVar[int | None] = None
-    variant: ClassVar[str] = ""
-    """Part of the names of files of tokens, as `Subwords` has it."""
-    special: ClassVar[tuple[str, ...]] = ()
-    """Tokens that stand for no text, as a text may quote them."""
 
     def quoted(self, text: bytes) -> dict[str, int]:
         """Return how often each special token stands in a text."""
@@ -177,9 +177,13 @@ class Subwords:
         self.separator = chosen
         if chosen != usual:
             self.key += f"-{chosen}"  # what was packed with another is not this
-        added = self._library.get_added_tokens_decoder().values()
-        names = [token.content for token in added if token.special or token.content in template_tokens]
-        self.special = tuple(dict.fromkeys((*names, self._library.id_to_token(chosen))))
+        # A separator may be an ordinary piece, such as a line end. Texts need those.
+        added = self._library.get_added_tokens_decoder().items()
+        self.special = tuple(
+            token.content
+            for i, token in added
+            if token.content and (token.special or i == chosen or token.content in template_tokens)
+        )
         self._quotes = re.compile(quoting.pattern(self.special).pattern.encode())
         self._encoder = self._library
         self.variant = ""
