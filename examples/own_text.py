@@ -62,7 +62,7 @@ def run(words: str) -> str:
         SystemExit: it failed.
     """
     room, *rest = shlex.split(words)
-    print(f"$ {'python -m mupax.train.data' if room == 'data' else f'mupax {room}'} {shlex.join(rest)}", flush=True)
+    print(f"$ mupax {room} {shlex.join(rest)}", flush=True)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         code = ROOMS[room](rest)

@@ -10,6 +10,7 @@ COMMANDS = {
     "train": "train a recipe, or run one of its commands",
     "presets": "list parameterizations and print their tables",
     "zoo": "list and describe models, import and export weights",
+    "data": "prepare data, show text with noise, train a tokenizer",
     "--version": "the version of what is installed",
 }
 
@@ -20,9 +21,12 @@ def main(argv: list[str]) -> int:
     if argv and argv[0] not in COMMANDS:
         from mupax.train.__main__ import COMMANDS as OF_TRAIN
         from mupax.train.config.recipes import RECIPES
+        from mupax.train.data.__main__ import COMMANDS as OF_DATA
 
         if argv[0] in (*OF_TRAIN, *RECIPES):
             raise command_line.UsageError(f"{argv[0]} comes after train; write `mupax train {argv[0]}`")
+        if argv[0] in OF_DATA:
+            raise command_line.UsageError(f"{argv[0]} comes after data; write `mupax data {argv[0]}`")
     command, words = command_line.first_word("mupax", {"command": COMMANDS}, argv)
     # The one place outside tests that imports entry points, each only when it is asked for.
     if command == "train":
@@ -37,6 +41,10 @@ def main(argv: list[str]) -> int:
         from mupax.zoo.__main__ import main as zoo_main
 
         return zoo_main(words)
+    if command == "data":
+        from mupax.train.data.__main__ import main as data_main
+
+        return data_main(words)
     print(f"mupax {__version__}")
     return 0
 

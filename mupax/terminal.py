@@ -85,14 +85,26 @@ def console() -> Console:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return Piped(width=None if sys.stdout.isatty() else UNBOUNDED, highlight=False)
+    return Piped(width=None if sys.stdout.isatty() else UNBOUNDED, highlight=False, emoji=False)
+
+
+def rich_console(**options: Any) -> Console:
+    """Return a console of rich that prints names such as `images:fire:` as they are, not as emoji.
+
+    Args:
+        **options: arguments of `rich.console.Console`.
+    """
+    from rich.console import Console
+
+    return Console(emoji=False, **options)
 
 
 def spoken(text: str) -> str:
     """A text whose commands are written as this process was started: `mupax train` for `python -m train` where `mupax` was."""
     program = Path(sys.argv[0])  # bin/mupax, or mupax/__main__.py of `python -m mupax`
     installed = program.stem == "mupax" or program.parent.name == "mupax"
-    return re.sub(r"\bpython -m (train|presets|zoo)\b", r"mupax \1", text) if installed else text
+    module = r"\bpython -m (?:(train|presets|zoo)|mupax\.train\.(data))\b"
+    return re.sub(module, r"mupax \1\2", text) if installed else text
 
 
 def typed(*words: str) -> str:

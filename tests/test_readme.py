@@ -31,7 +31,6 @@ from PIL import Image
 
 from mupax import __main__ as mupax
 from mupax import presets
-from mupax.train.data import __main__ as data_command
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.programs import shared_programs
 from tests.presets.verify import dumps
@@ -148,8 +147,6 @@ def run(line: str) -> int:
     if words[0] == "sky":
         told = dict(word.split("=", 1) for word in words if "=" in word)
         words = ["mupax", "train", *shlex.split(told["TRAIN"]), "--print-config"]
-    if words[:3] == ["python", "-m", "mupax.train.data"]:
-        return data_command.main(words[3:])
     if words[:2] == ["python", "-m"] and words[2].startswith("examples."):
         tyro.cli(importlib.import_module(words[2]).main, args=[*words[3:], "--steps", "3"])
         return 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,32 @@ def test_a_pipe_that_nobody_reads_is_no_error(words: str) -> None:
     assert unread("-m", *words.split()) == (141, "")
 
 
+def test_names_between_colons_are_no_emoji(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "images:fire: 20 training examples of :smile:"
+    terminal.console().print(line, markup=False)
+    terminal.rich_console(width=80).rule(line)
+    terminal.rich_console().print(line, markup=False)
+    terminal.rich_console(stderr=True).print(line, style="red", markup=False)
+    out, err = capsys.readouterr()
+    assert out.count("images:fire: 20") == 3
+    assert "images:fire: 20" in err
+    root = Path(terminal.__file__).parent.parent
+    rooms = ("presets", "zoo", "train", "scripts", "mupax", "examples")
+    files = itertools.chain.from_iterable((root / room).rglob("*.py") for room in rooms)
+    named = [path for path in files if "Console(" in path.read_text()]
+    makes_one = {path.relative_to(root).as_posix() for path in named if re.search(r"\bConsole \(", _code(path))}
+    assert makes_one == {"mupax/terminal.py"}
+
+
+def _code(path: Path) -> str:
+    """Source of a file without its strings and comments."""
+    with path.open("rb") as file:
+        tokens = [
+            token for token in tokenize.tokenize(file.readline) if token.type not in (tokenize.STRING, tokenize.COMMENT)
+        ]
+    return " ".join(token.string for token in tokens)
+
+
 def test_rich_in_a_pipe_that_nobody_reads_is_no_error() -> None:
     program = """
 import sys
@@ -161,6 +189,15 @@ def test_the_installed_command_names_itself(
         assert f"{word} comes after train; write `mupax train {word}`" in capsys.readouterr().err
     assert main(["train"]) == 0
     assert capsys.readouterr().out.startswith("usage: mupax train RECIPE")
+    assert main(["data"]) == 0
+    assert capsys.readouterr().out.startswith("usage: mupax data COMMAND")
+    assert main(["data", "prepare", "shapes"]) == 0
+    assert "nothing to prepare" in capsys.readouterr().out
+    assert main(["prepare", "digits"]) == 2
+    assert "write `mupax data prepare`" in capsys.readouterr().err
+    assert main(["data", "tokenizer", "--help"]) == 0
+    assert "usage: mupax data tokenizer" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert "`mupax data prepare mnist`" in terminal.spoken("run `python -m mupax.train.data prepare mnist`")
     assert main(["train", "lm-tiny", "--help"]) == 0
     assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 

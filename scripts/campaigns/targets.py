@@ -124,12 +124,11 @@ def _metrics(folder: Path) -> Path:
 
 
 def _reported(folder: Path) -> None:
-    from rich.console import Console
-
+    from mupax.terminal import rich_console
     from mupax.train.run.report import metrics, report
 
     metrics.has_evaluation(folder, 6)
-    report.summary(Console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={})
+    report.summary(rich_console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={})
     metrics.MetricsWriter(folder, resume_step=5).close()
 
 

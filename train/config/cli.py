@@ -179,6 +179,7 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
     fields = ("mix", "split", "tokenizer", "separator", "document-mask", "no-document-mask", "reset-positions", "field")
     fields += ("augment", "no-augment", "on-broken", "chat-template", "loss-on", "stream", "no-stream", "train-percent")
+    fields += ("special-tokens",)
     nested = {flag for flag in flags if flag.startswith(("--data.pixels.", "--data.transforms."))}
     for flag in (*(f"--data.{name}" for name in fields), *sorted(nested)):
         field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")

@@ -26,7 +26,8 @@ class Source(NamedTuple):
 
 
 _FOLDER = "mupax.train.data.sources"
-_TEXT = frozenset({"tokenizer", "separator", "document_mask", "reset_positions"})
+_TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
+_CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
@@ -35,13 +36,11 @@ SOURCES: dict[str, Source] = {
     "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
     "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES),
     "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES),
-    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | {"field", "mix", "stream", "on_broken"}),
+    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | {"field", "mix", "stream", "on_broken"}),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
     "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | {"field", "on_broken"}),
-    "chat:PATH": Source(
-        f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | {"field", "chat_template", "loss_on", "on_broken"}
-    ),
+    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | {"field", "on_broken"}),
     "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -198,17 +197,20 @@ class DataConfig:
     data_dir: str | None = None
     """Where prepared datasets lie; the user cache folder unless given."""
     tokenizer: str = "bytes"
-    """bytes, bpe:SIZE (trained on the training text), the path of a tokenizer.json, or ids:SIZE of token ids made elsewhere."""
+    """bytes, bpe:SIZE (trained on the training text, a mixture's by weight), the path of a tokenizer.json, or ids:SIZE of ids
+    made elsewhere."""
     separator: str | None = None
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
+    special_tokens: Literal["parse", "text"] = "parse"
+    """Whether special tokens such as `<|endoftext|>` that are quoted in a text are tokens, as if written on purpose, or plain text."""
     field: str = "text"
     """Of records: the field or column that has the text; of a chat `messages` unless given."""
     stream: bool = False
     """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
     chat_template: str | None = None
-    """chat:PATH only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
+    """Conversations only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
     loss_on: Literal["answers", "all"] = "answers"
-    """chat:PATH only: whether what assistants say is trained on, or every token."""
+    """Conversations only: whether what assistants say is trained on, or every token."""
     document_mask: bool = False
     """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
     reset_positions: bool = False

@@ -1,6 +1,6 @@
-"""Prepares data sets before a run, and shows text with noise: `python -m mupax.train.data prepare | show NAME`.
+"""Commands about data: `mupax data prepare NAME`, `show NAME` and `tokenizer SOURCES --size N --out FILE`.
 
-The embedded ones prepare themselves when a run asks for them; large ones are better prepared once, by hand.
+A run prepares embedded data by itself. Large data sets are better prepared once, by hand.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.train.data import DataError
 from mupax.train.data.show import Show
+from mupax.train.data.tokenizer_command import TrainTokenizer
 
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line: 0 done, 1 it could not be prepared, 2 bad input."""
-    return command_line.run("python -m mupax.train.data", {"prepare": Prepare, "show": Show}, argv)
+    return command_line.run("python -m mupax.train.data", COMMANDS, argv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,8 @@ class Prepare:
     """Of text:PATH and records:PATH, as data.tokenizer."""
     separator: str | None = None
     """Of text:PATH and records:PATH, as data.separator."""
+    special_tokens: Literal["parse", "text"] = "parse"
+    """Of text:PATH and records:PATH, as data.special_tokens."""
     field: str = "text"
     """Of records: the field or column that has the text."""
     on_broken: Literal["stop", "skip"] = "stop"
@@ -85,13 +88,15 @@ class Prepare:
         from mupax.train.data import load
         from mupax.zoo.configs import DecoderConfig
 
-        fields = {
-            "tokenizer": self.tokenizer,
-            "separator": self.separator,
-            "field": self.field,
-            "on_broken": self.on_broken,
-        }
-        config = DataConfig(name=self.name, batch_size=1, **fields)
+        config = DataConfig(
+            name=self.name,
+            batch_size=1,
+            tokenizer=self.tokenizer,
+            separator=self.separator,
+            special_tokens=self.special_tokens,
+            field=self.field,
+            on_broken=self.on_broken,
+        )
         facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
         train, evaluation = facts["train_tokens"], facts["eval_tokens"]
         terminal.say(f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens")
@@ -152,6 +157,9 @@ def _advice(error: BaseException) -> str:
     if "manual" in text:
         return "Put the files it names where it says, and run this again."
     return f"See https://www.tensorflow.org/datasets/catalog for what it needs; the error was {type(error).__name__}."
+
+
+COMMANDS = {"prepare": Prepare, "show": Show, "tokenizer": TrainTokenizer}
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ class Data(abc.ABC):
     tokenizer: Any = None
     """What made the tokens (`data.text.tokenizer`); None for images."""
     bytes_per_token: float | None = 1.0
-    """Bytes of text per token of the evaluation text; nats per byte = nats per token / this. None where targets are not the text."""
+    """Bytes of text per evaluation target that counts; nats per byte = nats per target / this. None where targets are no text."""
 
     def __post_init__(self) -> None:
         names = {} if self.class_names is None else {"class_names": list(self.class_names)}

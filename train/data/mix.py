@@ -25,11 +25,12 @@ class Part(NamedTuple):
     """Examples of every `BLOCK`."""
 
 
-def parts(words: Sequence[str]) -> dict[str, Part]:
+def parts(words: Sequence[str], flag: str = "data.mix") -> dict[str, Part]:
     """Texts by name, in the order written; their counts, by largest remainders of the weights, add up to `BLOCK`.
 
     Args:
         words: NAME=SOURCE:WEIGHT each.
+        flag: what an error calls them.
 
     Raises:
         DataError: a word of another form, a name twice, or a weight too small to be seen.
@@ -41,14 +42,14 @@ def parts(words: Sequence[str]) -> dict[str, Part]:
         source, colon, number = rest.rpartition(":")
         weight = _number(number)
         if not (equals and colon and source and re.fullmatch(r"[\w.-]+", name)) or weight is None:
-            raise DataError(f"data.mix {word} is not NAME=SOURCE:WEIGHT; write it as code=text:src:0.3")
+            raise DataError(f"{flag} {word} is not NAME=SOURCE:WEIGHT; write it as code=text:src:0.3")
         if not 0 < weight < math.inf:
-            raise DataError(f"data.mix {word} has weight {number}; write a number above 0, or leave it out")
+            raise DataError(f"{flag} {word} has weight {number}; write a number above 0, or leave it out")
         if name in sources:
-            raise DataError(f"data.mix has two texts named {name}; name one of them otherwise")
+            raise DataError(f"{flag} has two texts named {name}; name one of them otherwise")
         if source.partition(":")[0] == NAME:
-            raise DataError(f"data.mix {word} is a mixture in a mixture; write its texts in this one")
-        check_place(f"data.mix {name}", source)
+            raise DataError(f"{flag} {word} is a mixture in a mixture; write its texts in this one")
+        check_place(f"{flag} {name}", source)
         sources[name], weights[name] = source, weight
     exact = {name: BLOCK * weight / sum(weights.values()) for name, weight in weights.items()}
     counts = {name: int(share) for name, share in exact.items()}
@@ -57,7 +58,7 @@ def parts(words: Sequence[str]) -> dict[str, Part]:
         counts[name] += 1
     for name, count in counts.items():
         if count == 0:
-            raise DataError(f"data.mix {name} would be less than one example in {BLOCK:,}; leave it out")
+            raise DataError(f"{flag} {name} would be less than one example in {BLOCK:,}; leave it out")
     return {name: Part(source, counts[name]) for name, source in sources.items()}
 
 

@@ -1,4 +1,4 @@
-"""Text with noise, what is to be made of it, and the text itself, beside one another: `python -m mupax.train.data show NAME`."""
+"""Text with noise, what is to be made of it, and the text itself, beside one another: `mupax data show NAME`."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 from mupax.paths import is_remote
-from mupax.terminal import lasting
+from mupax.terminal import lasting, rich_console
 from mupax.train.checkpoints import workdir
 from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes, place
@@ -129,7 +129,7 @@ class Runtime:
 
     def fail(self, text: str) -> int:
         """The exit code 1, after saying what went wrong, on the screen of every process."""
-        Console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
+        rich_console(stderr=True).print(f"error: {text}", style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
 
 
@@ -160,7 +160,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
                 from mupax.train.reuse.start import init_from
 
                 config = init_from.settled(config, folder, resumed, processes)
-            console, attempt = Console(quiet=not processes.leader), None
+            console, attempt = rich_console(quiet=not processes.leader), None
             if "MUPAX_ATTEMPT" in os.environ:
                 from mupax.train.run.restart import memory
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 from rich.console import Console
 
+from mupax.terminal import rich_console
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import assets, selection, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
@@ -291,7 +292,7 @@ def rewound(program: Program, data: Data, checkpoints: Checkpoints, at: int | No
         WorkdirError, ForeignError, DiskError: as `Checkpoints.restore`.
     """
     if checkpoints.latest_of_all() is None:
-        return _prepared(program, data)(Console(quiet=True))
+        return _prepared(program, data)(rich_console(quiet=True))
     facts = None if "data" in program.config.resume_change else data.facts
     return checkpoints.restore(program.abstract, facts, at)
 

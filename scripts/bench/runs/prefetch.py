@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 
+from mupax.terminal import rich_console
 from mupax.train import data as data_sources
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import MeshConfig
@@ -73,7 +73,7 @@ class Loop:
         """Seconds per step, after two that are not counted, from the first batches on."""
         processes = Processes()
         processes.index = 1  # of several, this one writes and draws nothing
-        rt = Runtime(self.config, Path(), None, False, processes, StopRequest(), Watchdog(None), Console(quiet=True))
+        rt = Runtime(self.config, Path(), None, False, processes, StopRequest(), Watchdog(None), rich_console(quiet=True))
         report, feed, began = (
             Report(self.program, self.data, rt, Position(self.state, 0, keeps_rows=False), 0.0, 0),
             self.program.train_feed(),

@@ -278,6 +278,7 @@ FIELDS: dict[str, Way] = {
     "data.reset_positions": (data, changed(TOKENS, "data.document_mask", True), True),
     "data.tokenizer": (data, changed(TOKENS, "model.vocab_size", 300), "bpe:300"),
     "data.separator": Shown("train/data/sources/test_records.py", 'separator="<|eot|>"'),
+    "data.special_tokens": Shown("train/data/text/test_special_tokens.py", 'special_tokens="text"'),
     "data.stream": Shown("train/data/streams/test_streams.py", '"stream": True'),
     "data.chat_template": Shown("train/data/chats/test_chats.py", '"chat_template": None'),
     "data.loss_on": Shown("train/data/chats/test_chats.py", 'loss_on="all"'),

@@ -6,7 +6,7 @@ than a window is cut at its end, and one of which no target is left is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,10 +14,14 @@ import numpy as np
 from mupax.train.data import order
 from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
+from mupax.train.data.text.batches import Counted
 from mupax.train.data.text.packing import Packed
+from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
+
+_SAMPLE = "The quick brown Fox (42 years old)\n  says: naïve déjà vu, 日本!"
 
 
 class Windows(NamedTuple):
@@ -68,6 +72,13 @@ def windows(tokens: np.ndarray, vocab: int, separator: int, size: int) -> Window
     return Windows(tokens, np.array(spans, np.int64).reshape(-1, 2), np.array(first), cut, len(starts) - len(spans))
 
 
+def spells_text(encoder: Tokenizer) -> bool:
+    """Return whether the tokens of a text have its bytes, each exactly one token's."""
+    (ids,) = encoder.encode([_SAMPLE.encode()])
+    size = int(encoder.token_bytes()[ids].sum()) - int(encoder.adds_space)
+    return size == len(_SAMPLE.encode())
+
+
 def _is_target(tokens: np.ndarray, vocab: int) -> np.ndarray:
     return ((tokens >= vocab) & (tokens < 2 * vocab)) | (tokens == 2 * vocab + 1)
 
@@ -112,6 +123,7 @@ class Conversations(Data):
                     "train and eval in their files' names: give more records, or a larger model.seq_len"
                 )
         counts = {"train_records": len(sides[0].spans), "eval_records": len(sides[1].spans)}
+        counts["eval_tokens"] = len(eval_.tokens)
         super().__init__(
             config,
             facts={**facts, "tokenizer": encoder.key, "train_tokens": len(train.tokens), **counts},
@@ -122,13 +134,41 @@ class Conversations(Data):
         )
         self._shuffle = order.Shuffle(sides[0].count, seed)
         self._eval_shuffle = order.Shuffle(sides[1].count, 0, order.EVALUATION)
+        if spells_text(encoder):
+            counted = self.counted(self.eval_size)
+            self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
+
+    def counted(self, examples: int) -> Counted:
+        """Count the targets of the first evaluation examples, and the bytes of text that they stand for."""
+        side, vocab = self.eval_windows, self._vocab
+        ids = np.asarray(side.tokens)
+        # A conversation's end counts one byte, as the end of a document does.
+        sizes = np.concatenate([np.zeros(vocab, np.int64), self.tokenizer.token_bytes(), [0, 1]])
+        bytes_before = np.concatenate([[0], np.cumsum(sizes[ids])])
+        targets_before = np.concatenate([[0], np.cumsum(_is_target(ids, vocab))])
+        targets, size = 0, 0
+        for number in self._eval_shuffle(range(examples))[1]:
+            spans = side.spans[side.first[number] : side.first[number + 1]]
+            first, last = spans[:, 0].copy(), spans[:, 1]
+            unpredicted = slice(None) if self.config.document_mask else slice(1)
+            first[unpredicted] += 1
+            targets += int((targets_before[last] - targets_before[first]).sum())
+            size += int((bytes_before[last] - bytes_before[first]).sum())
+        return Counted(targets, size)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        windows = self._shuffle(order.batch_indices(k, self.batch_size, rows))[1]
-        return self._batch(self.train_windows, windows, len(windows))
+        return self.train_examples(order.batch_indices(k, self.batch_size, rows))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = order.batch_indices(j, self.eval_batch_size, rows)
+        return self.eval_examples_of(order.batch_indices(j, self.eval_batch_size, rows))
+
+    def train_examples(self, indices: Iterable[int]) -> Batch:
+        """Return training examples by their numbers, counted from the start of the run and on through all epochs."""
+        windows = self._shuffle(indices)[1]
+        return self._batch(self.train_windows, windows, len(windows))
+
+    def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return evaluation examples by their numbers; those past the last one have weight 0."""
         inside = [i for i in indices if i < self.eval_size]
         return self._batch(self.eval_windows, self._eval_shuffle(inside)[1], len(indices))
 

@@ -21,7 +21,7 @@ class ChatLines(Lines):
     """A file of JSON lines that hold messages."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Lines that were left out because no assistant speaks in them."""
+    """Lines that were left out because no assistant speaks in them, or none that is trained on."""
 
     def content(self, row: dict[str, Any], where: str) -> bytes:
         if row.get("tools"):
@@ -35,7 +35,7 @@ class ChatTable(Table):
     """A Parquet file with a column of messages."""
 
     without_answer: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Rows that were left out because no assistant speaks in them."""
+    """Rows that were left out because no assistant speaks in them, or none that is trained on."""
     kind: ClassVar[str] = "messages"
 
     @staticmethod
@@ -67,14 +67,14 @@ def in_folder(path: Path) -> bool:
 
 
 def _content(value: Any, where: str, field: str, text_fields: list[str], without_answer: dict[str, None]) -> bytes:
-    """The messages as JSON; nothing where no assistant speaks, which is noted."""
+    """Return the messages as JSON; nothing where no assistant has an answer to train on, which is noted."""
     if not isinstance(value, list):
         content_of(None if isinstance(value, str) else value, where, field, text_fields)
     try:
         messages = templates.checked(value)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    if not any(message["role"] == "assistant" for message in messages):
+    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages):
         without_answer[where] = None
         return b""
     return content_of(json.dumps(messages, ensure_ascii=False), where, field, text_fields)

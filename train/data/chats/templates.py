@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +26,15 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
 """What begins and ends an answer in a marked text: of no text, by Unicode's rule, and refused in messages."""
 _CONTENT = "\ufdd2"
+QUOTE = "\ufdd3"
+"""Stands within a special token that a message quotes, until the template has been rendered."""
+WEIGHTS = ("weight", "train", "training", "loss")
+"""Fields of a message that say whether it is trained on: OpenAI and Mistral; axolotl; axolotl's older name; ms-swift and XTuner."""
+PARTS = "train_detail"
+"""Field of a message with the parts of its content that are trained on, as axolotl has it."""
+
+_SPECIAL = re.compile(r"<\|[^\s<>|]+\|>|<｜[^\s<>｜]+｜>|</?[A-Za-z_][\w:-]*>|\[/?[A-Z][A-Z_]*\]")
+"""Tokens as ChatML and Llama 3 write them, DeepSeek, Gemma and Llama 2, and Mistral."""
 
 Message = Mapping[str, Any]
 
@@ -89,6 +99,30 @@ class Template:
         except DataError:
             return ""
         return text.rpartition(_CONTENT)[2].strip() if _CONTENT in text else ""
+
+    @functools.cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Tokens such as `<|im_end|>` that the template writes around messages, in their order."""
+        tokens = {}
+        for roles in (
+            ("user", "assistant"),
+            ("system", "user", "assistant"),
+            ("user", "assistant", "tool", "assistant"),
+        ):
+            conversation = [{"role": role, "content": _CONTENT} for role in roles]
+            for prompt in (False, True):
+                try:
+                    text = self.render(conversation, prompt=prompt)
+                except DataError:  # a template without a role for system or tool
+                    continue
+                tokens |= dict.fromkeys(_SPECIAL.findall(text))
+                tokens |= {token: None for token in self.tokens.values() if token and token in text}
+        return tuple(tokens)
+
+    @property
+    def special_tokens_at_end(self) -> tuple[str, ...]:
+        """Those of them that end an answer."""
+        return tuple(token for token in self.special_tokens if token in self.ending)
 
     @functools.cached_property
     def _tags(self) -> set[str]:
@@ -194,9 +228,37 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
         content = ""
     if not isinstance(content, str):
         raise DataError(f"{where} has no text in its content; write a string, or parts of type text")
-    if set(content) & {*MARKS, _CONTENT, "\0"}:
-        raise DataError(f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD2); remove it")
-    return {name: value for name, value in message.items() if value is not None} | {"content": content}
+    if set(content) & {*MARKS, _CONTENT, QUOTE, "\0"}:
+        raise DataError(f"{where} has a character that is of no text (NUL, U+FDD0 to U+FDD3); remove it")
+    fields = {name: value for name, value in message.items() if value is not None} | {"content": content}
+    trained = [_is_trained(fields.pop(name), name, where) for name in WEIGHTS if name in fields]
+    if PARTS in fields:
+        _check_parts(fields[PARTS], len(content), where)
+    return fields if all(trained) else {**fields, "weight": 0}
+
+
+def _is_trained(value: Any, name: str, where: str) -> bool:
+    """Return a 0 or 1 of a record as a bool."""
+    if not isinstance(value, bool | int | float) or value not in (0, 1):
+        raise DataError(
+            f"{where} has the {name} {value!r:.40}; write 0 (context, not trained on) or 1, or take it out of the record"
+        )
+    return bool(value)
+
+
+def _check_parts(parts: Any, length: int, where: str) -> None:
+    """Refuse a `train_detail` that does not name parts of a content of `length` characters."""
+    form = '{"begin_offset": 0, "end_offset": 9, "train": false}'
+    if not isinstance(parts, list):
+        raise DataError(f"{where} has the {PARTS} {parts!r:.40}; write a list of {form}")
+    for part in parts:
+        fields = part if isinstance(part, dict) else {}
+        first, last = fields.get("begin_offset"), fields.get("end_offset")
+        if type(first) is not int or type(last) is not int or not 0 <= first <= last < length:
+            raise DataError(
+                f"{where} has the {PARTS} {part!r:.80}; write {form}, with characters of its content from 0 to {length - 1}"
+            )
+        _is_trained(fields.get("train"), f"{PARTS} train", where)
 
 
 def _fields(path: Path) -> Mapping[str, Any]:

@@ -13,8 +13,9 @@ from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, duplicates, splits, user_files
-from mupax.train.data.sources.text import check_vocabulary, language_model, note_broken
-from mupax.train.data.text import named_tokenizers, packing, tokenizer
+from mupax.train.data.sources import training_texts
+from mupax.train.data.sources.text import check_vocabulary, language_model, note_broken, opened_tokenizer
+from mupax.train.data.text import named_tokenizers, packing, quoting, tokenizer
 from mupax.zoo.families import ModelConfig
 
 if TYPE_CHECKING:
@@ -33,24 +34,30 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         DataError: there is no template, it cannot tell answers, or what is there does not fit.
     """
     model = language_model(config.name, model)
-    encoder = named_tokenizers.opened(config.tokenizer, config.separator)
-    if encoder is None or isinstance(encoder, tokenizer.Ids):
-        raise DataError(
-            f"data.tokenizer is {config.tokenizer}, and conversations are in the tokens of a model that is there already; write "
-            "bytes, or the path of its tokenizer.json"
-        )
-    check_vocabulary(config, encoder, model)
     template = templates.find(config.tokenizer, config.chat_template)
+    ending = template.special_tokens_at_end if template else ()
+    encoder = named_tokenizers.opened(config.tokenizer, config.separator, config.special_tokens, ending)
+    if isinstance(encoder, tokenizer.Ids):
+        raise DataError(
+            f"data.tokenizer is {config.tokenizer}, a number of ids and no words; write bytes, bpe:SIZE, or the path of a "
+            "tokenizer.json"
+        )
     if template is None:
         raise DataError(
             f"there is no chat template beside data.tokenizer {config.tokenizer}; write one in jinja2, and its file as "
             "--data.chat-template FILE"
         )
+    if encoder is None:
+        texts = training_texts.opened(config, model, note)
+        encoder = opened_tokenizer(config, texts.key, model.vocab_size, texts.read, note, texts.special)
+    check_vocabulary(config, encoder, model)
     field = FIELD if config.field == type(config).field else config.field
     path, skip_broken = path_of(config.name.partition(":")[2]), config.on_broken == "skip"
     files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken)
     tokens = ChatTokens(encoder, template, config.loss_on)
-    key = f"chat-{cache.digest(corpus.stat_digest(files.every()), field, *files.reading())}"
+    # The version of the reading: caches made before messages had weights hold other targets.
+    content = cache.digest(corpus.stat_digest(files.every()), field, "weights", *files.reading())
+    key = f"chat-{content}"
     files.broken.keep_in(key)
     sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)
     broken = note_broken(files, note)
@@ -59,7 +66,12 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     without = [where for _, file in files.records for where in file.without_answer]  # pyright: ignore
     if without:
         more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
-        note(f"left out {len(without)} records, in which no assistant speaks: {', '.join(without[:_NAMED])}{more}")
+        note(
+            f"left out {len(without)} records, in which no assistant speaks that is trained on: "
+            f"{', '.join(without[:_NAMED])}{more}"
+        )
+    counts = [side.quoted for side in sides.values()]
+    quoted = quoting.note_counts(note, config.name, counts, config.special_tokens)
     digest = cache.digest(tokens.key, *(sides[side].digest for side in packing.SIDES))
     conversations = Conversations(
         config,
@@ -72,6 +84,7 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
             "digest": digest,
             "files": len(files.every()),
             **broken,
+            **({"special_tokens_in_text": quoted} if quoted else {}),
             "chat_template": hashlib.sha256(template.source.encode()).hexdigest(),
         },
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,13 +68,21 @@ def tfds_data(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     Args:
         config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is one that `find` finds.
     """
-    data_set = find(config.name, config.data_dir)
-    data_set = data_set._replace(folder=cache.fetched(data_set.folder, note))
-    if config.train_percent < 100:
-        data_set = _first_percent(data_set, config)
+    data_set = prepared(config, note)
     if model.task == "tokens":
         return _text(data_set, config, model, seed, note)
     return _images(data_set, config, model, seed)
+
+
+def prepared(config: DataConfig, note: cache.Note) -> DataSet:
+    """Return the data set that a config names, with the part of its training split that the config asks for.
+
+    Args:
+        config, note: as `tfds_data` takes them.
+    """
+    data_set = find(config.name, config.data_dir)
+    data_set = data_set._replace(folder=cache.fetched(data_set.folder, note))
+    return _first_percent(data_set, config) if config.train_percent < 100 else data_set
 
 
 def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
@@ -88,6 +96,18 @@ def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
 
 
 def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
+    key, documents = text_documents(data_set, config)
+    return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})
+
+
+def text_documents(data_set: DataSet, config: DataConfig) -> tuple[str, Callable[[], packing.Documents]]:
+    """Return the key and the documents of a data set of text.
+
+    Args:
+        data_set: as `prepared` gives it.
+        config: names it.
+    """
+
     def documents() -> packing.Documents:
         import tensorflow_datasets as tfds
 
@@ -99,8 +119,7 @@ def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, 
         return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
     part = "" if config.train_percent == 100 else f"-{config.train_percent}"
-    key = f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}{part}"
-    return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})
+    return f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}{part}", documents
 
 
 def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int) -> Data:

@@ -13,7 +13,7 @@ from mupax.train.data.sources import text
 from mupax.train.data.streams import files, hub
 from mupax.train.data.streams.batches import Stream
 from mupax.train.data.streams.lanes import Documents, Lane
-from mupax.train.data.text import named_tokenizers
+from mupax.train.data.text import named_tokenizers, quoting, separators
 from mupax.train.data.text.batches import check_length
 from mupax.zoo.families import ModelConfig
 
@@ -107,7 +107,7 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
 
     encoder = text.opened_tokenizer(config, corpus.key, model.vocab_size, texts, note)
     text.check_vocabulary(config, encoder, model)
-    folder = cache.folder(cache.root() / "streams" / f"{corpus.key}-{encoder.key}")
+    folder = cache.folder(cache.root() / "streams" / f"{corpus.key}-{encoder.key}{encoder.variant}")
     evaluation = Lane(folder / "eval", corpus.held_out, encoder)
     eval_tokens = EVAL_TOKENS if config.eval_examples is None else config.eval_examples * model.seq_len + 1
     held_out = evaluation.first(eval_tokens, note)
@@ -118,6 +118,9 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
         check_length(config, "training", len(beginning.tokens), 2 * model.seq_len, model.seq_len)
     for line in corpus.broken.summary() if corpus.broken is not None else ():
         note(f"so far: {line}")
+    some = [held_out.quoted, beginning.quoted]
+    quoted = quoting.note_counts(note, f"{config.name}, as far as it is read,", some, config.special_tokens)
+    separators.check(config, encoder, held_out.tokens, note, is_text=corpus.has_bytes)
     note(
         f"{config.name} is tokenized while it is trained on, in {count} lane{'s' if count > 1 else ''}; "
         f"{len(held_out.tokens):,} tokens of it to evaluate on"
@@ -130,7 +133,12 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
         encoder,
         seq_len=model.seq_len,
         seed=seed,
-        facts={"digest": digest, "lanes": count, **corpus.facts},
+        facts={
+            "digest": digest,
+            "lanes": count,
+            **corpus.facts,
+            **({"special_tokens_in_text": quoted} if quoted else {}),
+        },
         has_bytes=corpus.has_bytes,
         note=note,
     )

@@ -14,7 +14,7 @@ from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, duplicates, splits, user_files
-from mupax.train.data.text import named_tokenizers, packing, tokenizer
+from mupax.train.data.text import named_tokenizers, packing, quoting, separators, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
 
@@ -48,6 +48,17 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
         config, model, seed, note: as `mupax.train.data.load` takes them.
     """
     language_model(config.name, model)
+    return open_text(config, model, seed, note, *python_documents(config, note))
+
+
+def python_documents(
+    config: DataConfig, note: cache.Note
+) -> tuple[str, Callable[[], packing.Documents], dict[str, Any]]:
+    """Return the key, the documents and the facts of the Python standard library.
+
+    Args:
+        config, note: as `mupax.train.data.load` takes them.
+    """
     files = corpus.python_files()
     content = corpus.content_digest(files)
 
@@ -58,7 +69,7 @@ def python_corpus(config: DataConfig, model: ModelConfig, seed: int, note: cache
         return {side: records(builders.Source(builder, side), "text") for side in packing.SIDES}
 
     facts = {"python": platform.python_version(), "files": len(files), "text_digest": content}
-    return open_text(config, model, seed, note, f"python_corpus-{content}", documents, facts)
+    return f"python_corpus-{content}", documents, facts
 
 
 def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> TokenData:
@@ -171,6 +182,12 @@ def open_text(
         note(
             f"caution: {share:.0%} of the tokens of {config.name} are the one for what {config.tokenizer} does not know"
         )
+    if quoted := quoting.note_counts(
+        note, config.name, [side.quoted for side in sides.values()], config.special_tokens
+    ):
+        facts = {**facts, "special_tokens_in_text": quoted}
+    has_bytes = files is None or not files.ids
+    separators.check(config, encoder, sides["train"].tokens, note, is_text=has_bytes)
     digest = cache.digest(encoder.key, *(sides[side].digest for side in packing.SIDES))
     return TokenData(
         config,
@@ -180,7 +197,7 @@ def open_text(
         seq_len=model.seq_len,
         seed=seed,
         facts={"digest": digest, **facts},
-        has_bytes=files is None or not files.ids,
+        has_bytes=has_bytes,
     )
 
 
@@ -215,7 +232,12 @@ def check_vocabulary(config: DataConfig, encoder: tokenizer.Tokenizer, model: To
 
 
 def opened_tokenizer(
-    config: DataConfig, key: str, vocab_size: int, texts: Callable[[], Iterator[bytes]], note: cache.Note
+    config: DataConfig,
+    key: str,
+    vocab_size: int,
+    texts: Callable[[], Iterator[bytes]],
+    note: cache.Note,
+    special: Sequence[str] = (),
 ) -> tokenizer.Tokenizer:
     """The tokenizer of a config; bpe:SIZE is trained on the first training documents and kept in the cache.
 
@@ -225,11 +247,12 @@ def opened_tokenizer(
         vocab_size: of the model.
         texts: gives the training documents.
         note: told what takes time.
+        special: tokens of bpe:SIZE that are no text, beside the separator.
 
     Raises:
         DataError: there is no such tokenizer, or the model has no room for it.
     """
-    if encoder := named_tokenizers.opened(config.tokenizer, config.separator):
+    if encoder := named_tokenizers.opened(config.tokenizer, config.separator, config.special_tokens):
         return encoder
     size = named_tokenizers.bpe_size(config.tokenizer)
     assert size is not None
@@ -243,6 +266,6 @@ def opened_tokenizer(
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
                 part = path.with_name(f"{path.name}.{os.getpid()}.part")
-                named_tokenizers.train_bpe(texts(), size).save(str(part))
+                named_tokenizers.train_bpe(texts(), size, special).save(str(part))
                 part.replace(path)
-    return tokenizer.Subwords(path, config.separator)
+    return tokenizer.Subwords(path, config.separator, config.special_tokens)

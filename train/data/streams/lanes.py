@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -57,6 +58,8 @@ class Step(NamedTuple):
     ended: bool
     """Whether there are no more documents."""
     position: Any
+    quoted: dict[str, int] | None = None
+    """How often each special token stands in the texts of this step; None where an older version did it."""
 
 
 class Lane:
@@ -102,7 +105,8 @@ class Lane:
         self.until(tokens, note)
         steps = self._steps[: bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens) + 1]
         digest = cache.digest(*(f"{step.tokens} {step.crc}" for step in steps))
-        return packing.Packed(self.read(0, steps[-1].tokens), steps[-1].text_bytes, digest)
+        quoted = sum((Counter(step.quoted or {}) for step in steps), Counter())
+        return packing.Packed(self.read(0, steps[-1].tokens), steps[-1].text_bytes, digest, dict(quoted))
 
     def until(self, tokens: int, note: cache.Note) -> None:
         """Returns when there are so many tokens, or all that there will be.
@@ -202,7 +206,8 @@ class Lane:
         ids = np.concatenate([np.zeros(0, self._dtype), *shares.encoded(documents, self._encoder)]).astype(self._dtype)
         tokens = done.tokens + len(ids)
         text_bytes = done.text_bytes + sum(each.text_bytes + each.ends for each in documents)
-        step = Step(tokens, text_bytes, zlib.crc32(ids.tobytes()), ended, position)
+        quoted = shares.quoted(documents, self._encoder)
+        step = Step(tokens, text_bytes, zlib.crc32(ids.tobytes()), ended, position, quoted)
         _write(self._bin, done.tokens * self._dtype.itemsize, ids.tobytes())
         self._at = _write(self._lines, self._at, f"{json.dumps(step._asdict())}\n".encode())
         self._intact.append(True)  # before the step: a thread that reads takes no lock

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,17 @@ from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
+
+_WINDOWS_AT_ONCE, _TOKENS_AT_ONCE = 1024, 1 << 20
+"""Windows, and tokens, that are in memory while bytes are counted."""
+
+
+class Counted(NamedTuple):
+    """Targets of evaluation examples."""
+
+    targets: int
+    text_bytes: float
+    """Bytes of text that these stand for. The end of a document counts as one."""
 
 
 class TextWindows(Data):
@@ -65,21 +76,35 @@ class TextWindows(Data):
             train_size=train_size,
             eval_size=windows,
             tokenizer=tokenizer,
-            bytes_per_token=eval_.text_bytes / len(eval_.tokens) if has_bytes else None,
+            bytes_per_token=None,
         )
-        self._eval, self._seq_len = eval_.tokens, seq_len
+        self._eval, self._seq_len, self._eval_bytes = eval_.tokens, seq_len, eval_.text_bytes
+        self._windows = windows
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
+        if has_bytes and tokenizer.key == "bytes":
+            self.bytes_per_token = 1.0
+        elif has_bytes:
+            counted = self.counted(self.eval_size)
+            self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
 
     @abc.abstractmethod
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
         """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        tokens = self.train_windows(order.batch_indices(k, self.batch_size, rows))
-        return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+        return self.train_examples(order.batch_indices(k, self.batch_size, rows))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        return self.batch_of(*self.eval_windows(order.batch_indices(j, self.eval_batch_size, rows)))
+        return self.eval_examples_of(order.batch_indices(j, self.eval_batch_size, rows))
+
+    def train_examples(self, indices: Iterable[int]) -> Batch:
+        """Return training examples by their numbers, counted as `train_windows` counts them."""
+        tokens = self.train_windows(indices)
+        return self.batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+
+    def eval_examples_of(self, indices: Sequence[int] | np.ndarray) -> Batch:
+        """Return evaluation examples by their numbers; those past the last one have weight 0."""
+        return self.batch_of(*self.eval_windows(indices))
 
     def eval_windows(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Evaluation examples by their numbers, int32 [B, T + 1], and their weights, float32 [B, T]; of those past the last one 0."""
@@ -114,6 +139,53 @@ class TextWindows(Data):
             first = np.diff(segments, axis=1, prepend=-1) > 0
             batch["positions"] = place - np.maximum.accumulate(np.where(first, place, 0), axis=1)
         return batch
+
+    def counted(self, examples: int) -> Counted:
+        """Count the targets of the first evaluation examples, and the bytes of text that they stand for.
+
+        The bytes are exact where the vocabulary spells its text. Otherwise they are scaled, so that those of all
+        evaluation tokens are the bytes of the evaluation text.
+        """
+        sizes = self.tokenizer.token_bytes()
+        sizes[self.tokenizer.separator] = 1
+        spaces = self._spaces_before_text()
+        text_bytes = 0
+        targets = 0
+        target_bytes = 0
+        before = self.tokenizer.separator
+        for start in range(0, len(self._eval), _TOKENS_AT_ONCE):
+            ids = np.asarray(self._eval[start : start + _TOKENS_AT_ONCE])
+            begins = np.append(before, ids[:-1]) == self.tokenizer.separator
+            token_bytes = sizes[ids] - np.where(begins, spaces[ids], 0)
+            counts = ~begins if self.config.document_mask else np.ones(len(ids), bool)
+            if start == 0:
+                counts[0] = False  # nothing is before it
+            text_bytes += int(token_bytes.sum())
+            targets += int(counts.sum())
+            target_bytes += int(token_bytes[counts].sum())
+            before = ids[-1]
+        if examples < self._windows:
+            targets, target_bytes = self._counted_of(examples, sizes, spaces)
+        return Counted(targets, target_bytes * self._eval_bytes / max(text_bytes, 1))
+
+    def _counted_of(self, examples: int, sizes: np.ndarray, spaces: np.ndarray) -> Counted:
+        """Count the targets of some evaluation examples, and their bytes as `sizes` has them."""
+        targets = 0
+        text_bytes = 0
+        for start in range(0, examples, _WINDOWS_AT_ONCE):
+            batch = self.eval_examples_of(range(start, min(start + _WINDOWS_AT_ONCE, examples)))
+            counts = batch["weights"] > 0
+            begins = counts & (batch["inputs"] == self.tokenizer.separator)
+            targets += int(counts.sum())
+            text_bytes += int(sizes[batch["targets"][counts]].sum()) - int(spaces[batch["targets"][begins]].sum())
+        return Counted(targets, text_bytes)
+
+    def _spaces_before_text(self) -> np.ndarray:
+        """Return 1 for ids that begin with a space which no text has where a document begins, int64 [vocab_size]."""
+        pieces = self.tokenizer.pieces() if self.tokenizer.adds_space else []
+        spaces = np.zeros(self.tokenizer.vocab_size, np.int64)
+        spaces[[i for i, piece in enumerate(pieces) if piece.startswith(" ")]] = 1
+        return spaces
 
     def eval_targets(self) -> np.ndarray:
         """Which tokens of the evaluation text are predicted, bool [eval_tokens]: all but the first, if all are used.

@@ -175,6 +175,6 @@ def denoising(
     tokens = noise.lengths(inputs).tokens
     windows = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=tokens, vocab_size=vocab_size or 2**31)
     text = sources.load(config, windows, seed=seed, note=note)
-    if not isinstance(text, TextWindows | Mixture):
+    if not isinstance(text, TextWindows | Mixture) or (isinstance(text, Mixture) and text.has_conversations):
         raise DataError(f"data {config.name!r} is conversations, and noise is put on text; leave data.noise out")
     return Denoising(text, noise, inputs=inputs, vocab_size=vocab_size, seed=seed)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from mupax.train.config.data import DataConfig
 from mupax.train.data import cache, order
+from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.interface import ALL_ROWS, Batch, Data
 from mupax.train.data.mix import BLOCK, Part
 from mupax.train.data.text.batches import TextWindows
@@ -63,7 +64,7 @@ class Shares:
 
 
 class Mixture(Data):
-    """Windows of several texts of one tokenizer. Evaluation has the same shares, of whole texts: it ends where the first one does.
+    """Windows of several texts and chats of one tokenizer. Evaluation has the same shares, of whole texts: it ends where the first one does.
 
     Args:
         config: sizes of batches.
@@ -75,7 +76,7 @@ class Mixture(Data):
     kind = "tokens"
 
     def __init__(
-        self, config: DataConfig, parts: Mapping[str, Part], texts: Mapping[str, TextWindows], seed: int
+        self, config: DataConfig, parts: Mapping[str, Part], texts: Mapping[str, TextWindows | Conversations], seed: int
     ) -> None:
         counts, self._texts = [part.count for part in parts.values()], [texts[name] for name in parts]
         self._train, self._eval = Shares(counts, seed), Shares(counts, 0)
@@ -84,8 +85,6 @@ class Mixture(Data):
             for name, part in parts.items()
         }
         sizes = [text.train_size for text in self._texts]
-        lengths = [text.bytes_per_token for text in self._texts]
-        text_lengths = [length for length in lengths if length is not None]
         super().__init__(
             config,
             facts={
@@ -100,8 +99,13 @@ class Mixture(Data):
             else self._train.until_one_ends(size for size in sizes if size is not None),
             eval_size=self._eval.until_one_ends(text.eval_size for text in self._texts),
             tokenizer=self._texts[0].tokenizer,
-            bytes_per_token=float(np.dot(counts, text_lengths)) / BLOCK if len(text_lengths) == len(lengths) else None,
+            bytes_per_token=None,
         )
+        if all(text.bytes_per_token is not None for text in self._texts):
+            examples = np.bincount(self._eval(range(self.eval_size))[0], minlength=len(counts))
+            counted = [text.counted(int(count)) for text, count in zip(self._texts, examples, strict=True)]
+            targets = sum(part.targets for part in counted)
+            self.bytes_per_token = sum(part.text_bytes for part in counted) / max(targets, 1)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -110,21 +114,34 @@ class Mixture(Data):
                 stack.enter_context(text.preparing())
             yield
 
+    @property
+    def has_conversations(self) -> bool:
+        """Whether a part is a chat."""
+        return not all(isinstance(text, TextWindows) for text in self._texts)
+
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         texts, examples = self._train(order.batch_indices(k, self.batch_size, rows))
-        windows = [text.train_windows(examples[texts == i]) for i, text in enumerate(self._texts)]
-        tokens = np.empty((len(texts), windows[0].shape[1]), np.int32)
-        for i, own in enumerate(windows):
-            tokens[texts == i] = own
-        return self._texts[0].batch_of(tokens, np.ones_like(tokens[:, 1:], np.float32))
+        parts = [text.train_examples(examples[texts == i]) for i, text in enumerate(self._texts)]
+        return _joined(parts, texts)
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
         indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
         texts, examples = self._eval(indices)
-        windows = [text.eval_windows(examples[texts == i]) for i, text in enumerate(self._texts)]
-        tokens = np.zeros((len(texts), windows[0][0].shape[1]), np.int32)
-        weights = np.zeros_like(tokens[:, 1:], np.float32)
-        for i, (own, counted) in enumerate(windows):
-            tokens[texts == i], weights[texts == i] = own, counted
-        weights[indices >= self.eval_size] = 0.0
-        return self._texts[0].batch_of(tokens, weights)
+        parts = [text.eval_examples_of(examples[texts == i]) for i, text in enumerate(self._texts)]
+        batch = _joined(parts, texts)
+        batch["weights"][indices >= self.eval_size] = 0.0
+        return batch
+
+
+def _joined(parts: Sequence[Batch], texts: np.ndarray) -> Batch:
+    """Return one batch of the rows of several.
+
+    Args:
+        parts: rows of each text, in their order.
+        texts: number of the text of each row of the batch, [B].
+    """
+    batch = {name: np.empty((len(texts), *array.shape[1:]), array.dtype) for name, array in parts[0].items()}
+    for i, part in enumerate(parts):
+        for name, array in part.items():
+            batch[name][texts == i] = array
+    return batch

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
+from mupax.train.data.text.quoting import SpecialTokens
 from mupax.train.data.text.tokenizer import SEPARATOR, Bytes, Ids, Subwords, Tokenizer, decoded
 
-_SMALLEST_BPE = 257
+SMALLEST_BPE = 257
+"""Every byte, and a separator."""
 _TRAINING_BYTES = 1 << 28
 
 
-def opened(name: str, separator: str | None = None) -> Tokenizer | None:
+def opened(
+    name: str,
+    separator: str | None = None,
+    special_tokens: SpecialTokens = "parse",
+    template_tokens: Collection[str] = (),
+) -> Tokenizer | None:
     """The tokenizer of a data.tokenizer: bytes, ids:SIZE or the path of a tokenizer.json; None of bpe:SIZE, which data make.
 
     Args:
         name: data.tokenizer.
         separator: data.separator.
+        special_tokens: data.special_tokens.
+        template_tokens: as `Subwords` takes them.
 
     Raises:
         DataError: there is none of that name, or it has not this separator.
@@ -29,7 +38,7 @@ def opened(name: str, separator: str | None = None) -> Tokenizer | None:
         return None
     size = _size(name, "ids", 2)
     if name != "bytes" and size is None:
-        return Subwords(path_of(name), separator)
+        return Subwords(path_of(name), separator, special_tokens, template_tokens)
     if size is None:
         if separator is not None:
             raise DataError(f"data.separator is {separator!r}, and of bytes it is byte 0; leave it out")
@@ -46,7 +55,7 @@ def bpe_size(name: str) -> int | None:
     Raises:
         DataError: SIZE is not a number that holds every byte and the separator.
     """
-    return _size(name, "bpe", _SMALLEST_BPE)
+    return _size(name, "bpe", SMALLEST_BPE)
 
 
 def cached(name: str, separator: str | None, key: str) -> Path | None:
@@ -79,16 +88,22 @@ def _size(name: str, kind: str, least: int) -> int | None:
     return int(size)
 
 
-def train_bpe(texts: Iterable[bytes], size: int) -> Any:
-    """A byte-level BPE `tokenizers.Tokenizer`, trained on the texts (256 MB of them at most).
+def train_bpe(texts: Iterable[bytes], size: int, special: Sequence[str] = ()) -> Any:
+    """Return a byte-level BPE `tokenizers.Tokenizer`, trained on the texts (256 MB of them at most).
 
     Args:
         texts: documents in UTF-8; read until there are enough.
-        size: tokens at most, the 256 bytes and the separator among them.
+        size: tokens at most, the 256 bytes and the special tokens among them.
+        special: tokens that are no text, beside the separator.
 
     Raises:
-        DataError: a text is not UTF-8.
+        DataError: a text is not UTF-8, or the size does not hold the bytes and special tokens.
     """
+    tokens = [*dict.fromkeys((SEPARATOR, *special))]
+    if size < 256 + len(tokens):
+        raise DataError(
+            f"a tokenizer of {size} tokens has no room for 256 bytes and {', '.join(tokens)}; write at least {256 + len(tokens)}"
+        )
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -97,7 +112,7 @@ def train_bpe(texts: Iterable[bytes], size: int) -> Any:
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[SEPARATOR],
+        special_tokens=tokens,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

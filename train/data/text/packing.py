@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
@@ -53,6 +54,8 @@ class Packed(NamedTuple):
     """Bytes of text these stand for; the end of a document counts as one."""
     digest: str
     """Of the ids, step by step."""
+    quoted: dict[str, int] | None = None
+    """How often each special token stands in the text; None where an older version has packed it."""
 
 
 def prepared(key: str, documents: Callable[[], Documents], tokenizer: Encoder, note: cache.Note) -> dict[str, Packed]:
@@ -67,7 +70,7 @@ def prepared(key: str, documents: Callable[[], Documents], tokenizer: Encoder, n
     Raises:
         DataError: the cache cannot be written, or a document cannot be read.
     """
-    name = f"{key}-{tokenizer.key}"
+    name = f"{key}-{tokenizer.key}{tokenizer.variant}"
     folder = cache.root() / "packed" / name
     opened, _ = _open(folder, tokenizer)
     if opened is not None:
@@ -100,7 +103,14 @@ def _help(documents: Documents, tokenizer: Encoder, folder: Path) -> None:
 def _pack(documents: Documents, tokenizer: Encoder, folder: Path, note: cache.Note) -> None:
     """Tokenizes both sides into `folder`; goes on where a killed pass stopped."""
     sides = {side: _pack_side(documents[side], side, tokenizer, folder, note) for side in SIDES}
-    manifest = {"format": _FORMAT, "tokenizer": tokenizer.key, "vocab_size": tokenizer.vocab_size, "sides": sides}
+    quoted = {side: facts.pop("quoted") for side, facts in sides.items()}
+    manifest = {
+        "format": _FORMAT,
+        "tokenizer": tokenizer.key,
+        "vocab_size": tokenizer.vocab_size,
+        "quoted": quoted,
+        "sides": sides,
+    }
     cache.write_json(folder / "manifest.json", manifest)
     for side in SIDES:
         (folder / f"{side}.jsonl").unlink(missing_ok=True)
@@ -125,8 +135,10 @@ def _pack_side(documents: Any, side: str, tokenizer: Encoder, folder: Path, note
                 "text_bytes": done["text_bytes"] + sum(each.text_bytes + each.ends for each in contents),
                 "digest": _next_digest(done["digest"], block),
             }
-            _write(lines, f"{json.dumps({**line, 'step': len(block)})}\n".encode())
+            quoted = shares.quoted(contents, tokenizer)
+            _write(lines, f"{json.dumps({**line, 'step': len(block), 'quoted': quoted})}\n".encode())
             done.update(line)
+            done["quoted"] = _added(done["quoted"], quoted)
             done["steps"].append(len(block))
             if time.monotonic() - noted > _NOTE_SECONDS:
                 noted = time.monotonic()
@@ -149,21 +161,27 @@ def _write(file: BinaryIO, content: bytes) -> None:
 
 def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
     """What the whole lines vouch for, as far as the file has their tokens; the others are cut off."""
-    done, end = {**_NOTHING, "steps": []}, 0
+    done, end = {**_NOTHING, "steps": [], "quoted": {}}, 0
     lines.seek(0)
     for line in lines:
         try:
             step = disk.json_object(line, "a line")
         except disk.JsonError:
             break
-        whole = line.endswith(b"\n") and _kinds(step) == _kinds(_STEP)
+        quoted = step.pop("quoted", None)
+        whole = line.endswith(b"\n") and _kinds(step) == _kinds(_STEP) and isinstance(quoted, dict)
         if not (whole and done["tokens"] + step["step"] == step["tokens"] <= tokens):
             break
         done["steps"].append(step.pop("step"))
         done.update(step)
+        done["quoted"] = _added(done["quoted"], quoted)
         end += len(line)
     lines.truncate(end)
     return done
+
+
+def _added(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return dict(Counter(first) + Counter(second))
 
 
 def _whole(state: Any) -> TypeGuard[dict[str, Any]]:
@@ -203,7 +221,8 @@ def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, Packed] | None, s
         tokens = np.memmap(file, facts["dtype"], "r") if size else np.zeros(0, facts["dtype"])
         if size <= _CHECKED_BYTES and not _intact(tokens, facts):
             return None, f"{file} is not what was written"
-        opened[side] = Packed(tokens, facts["text_bytes"], facts["digest"])
+        counts = (manifest.get("quoted") or {}).get(side)
+        opened[side] = Packed(tokens, facts["text_bytes"], facts["digest"], counts)
     return opened, ""
 
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import json
 import os
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +47,8 @@ class Document(NamedTuple):
     """With the separator, where it is tokenized already."""
     by_others: bool = False
     """Whether another process has tokenized it for this one."""
+    quoted: Mapping[str, int] | None = None
+    """How often special tokens stand in its text, where another process has counted them."""
 
 
 Part = list[Document]
@@ -78,6 +82,19 @@ def encoded(step: list[Document], tokenizer: Encoder) -> list[np.ndarray]:
     separator = np.array([tokenizer.separator])
     fresh = iter(tokenizer.encode([document.text for document in step if document.ids is None]))
     return [np.append(next(fresh), separator[: each.ends]) if each.ids is None else each.ids for each in step]
+
+
+def quoted(step: list[Document], tokenizer: Encoder) -> dict[str, int]:
+    """Return how often special tokens stand in the texts of documents.
+
+    Args:
+        step: documents.
+        tokenizer: counts in those that are not tokenized yet.
+    """
+    total = Counter()
+    for document in step:
+        total.update(tokenizer.quoted(document.text) if document.ids is None else document.quoted or {})
+    return dict(total)
 
 
 def in_order(documents: Any, side: str, first: int, folder: Path, dtype: str) -> Iterator[Part]:
@@ -155,16 +172,23 @@ def _position(progress: Path) -> int:
 
 def _write(path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, step_bytes: int) -> None:
     """A share, which others see when it is whole."""
-    ids, facts, sizes = [np.zeros(0, dtype)], [], []
+    ids, facts, sizes, quotes = [np.zeros(0, dtype)], [], [], []
     for step in steps(parts, step_bytes):
         documents = [document for part in step for document in part]
         tokens = encoded(documents, tokenizer)
         ids += [each.astype(dtype) for each in tokens]
         facts += [(len(part), each.text_bytes, each.ends) for part, each in zip(tokens, documents, strict=True)]
         sizes += map(len, step)
+        quotes += [quoted([document], tokenizer) for document in documents]
     part = path.with_suffix(f".{socket.gethostname()}.{os.getpid()}.part")
     with part.open("wb") as file:
-        np.savez(file, ids=np.concatenate(ids), facts=np.array(facts, np.int64).reshape(-1, 3), sizes=np.array(sizes))
+        np.savez(
+            file,
+            ids=np.concatenate(ids),
+            facts=np.array(facts, np.int64).reshape(-1, 3),
+            sizes=np.array(sizes),
+            quoted=np.array(json.dumps(quotes)),
+        )
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
@@ -175,11 +199,12 @@ def _read(path: Path, count: int, dtype: str) -> list[Part] | None:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             ids, facts, sizes = arrays["ids"], arrays["facts"], arrays["sizes"]
+            quotes = json.loads(str(arrays["quoted"]))
     except Exception:  # numpy and zipfile raise whatever the damage makes of them
         return None
     if ids.dtype != dtype or len(sizes) != count or facts.shape != (sizes.sum(), 3) or facts[:, 0].sum() != len(ids):
         return None
     tokens = np.split(ids, np.cumsum(facts[:, 0]))
-    facts = zip(tokens, facts, strict=False)  # after the last cut nothing is left
-    documents = (Document(b"", int(size), bool(ends), part, by_others=True) for part, (_, size, ends) in facts)
+    facts = zip(tokens, facts, quotes, strict=False)  # after the last cut nothing is left
+    documents = (Document(b"", int(size), bool(ends), part, True, counts) for part, (_, size, ends), counts in facts)
     return [list(itertools.islice(documents, int(size))) for size in sizes]

@@ -9,19 +9,24 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from mupax.train.data.interface import DataError
+from mupax.train.data.text import quoting
+from mupax.train.data.text.quoting import SpecialTokens
 
 SEPARATOR = "<|endoftext|>"
 _USUAL = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 """What ends a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral and T5; Gemma; DeepSeek; BERT."""
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
+_SPACE = "▁"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LISTED = 6
 _NO_UTF8 = 0xFF
 """A byte that no UTF-8 has."""
@@ -35,18 +40,29 @@ class Bytes:
         key: names a tokenizer and its content; part of the data's digest and of file names.
         vocab_size: ids are in [0, vocab_size).
         separator: id that ends every document.
+        variant: part of the names of files of tokens: where special tokens that a text quotes are plain text, "-plain".
+        special: tokens that stand for no text, as a text may quote them.
     """
 
     key: str = "bytes"
     vocab_size: int = 256
     separator: int = 0
+    variant: str = ""
+    special: tuple[str, ...] = ()
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each text, int32 [length]."""
         return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
 
-    def spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids of each text, int32 [length], and which of its characters each stands for: [start, stop), int64 [length, 2]."""
+    def spans(
+        self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids of each text, int32 [length], and which of its characters each stands for: [start, stop), int64 [length, 2].
+
+        Args:
+            texts: to encode.
+            written: where special tokens begin in each that are tokens; read where others are encoded as plain text.
+        """
         counts = [[len(character.encode()) for character in text] for text in texts]
         starts = [np.repeat(np.arange(len(each)), each) for each in counts]
         ids = self.encode([text.encode() for text in texts])
@@ -57,6 +73,10 @@ class Bytes:
         return bytes(min(int(i), _NO_UTF8) for i in ids if i != self.separator).decode("utf-8", errors="replace")
 
     unknown: ClassVar[int | None] = None
+
+    def quoted(self, text: bytes) -> dict[str, int]:
+        """Return how often each special token stands in a text."""
+        return {}
 
     @property
     def start(self) -> np.ndarray:
@@ -79,6 +99,15 @@ class Bytes:
     def pieces(self) -> list[str]:
         """What each id stands for, a byte as the character of that number."""
         return [chr(byte) for byte in range(self.vocab_size)]
+
+    @property
+    def adds_space(self) -> bool:
+        """Whether the first token of a text begins with a space that the text does not have."""
+        return False
+
+    def token_bytes(self) -> np.ndarray:
+        """Return how many bytes of text each id stands for, int64 [vocab_size]."""
+        return np.ones(self.vocab_size, np.int64)
 
 
 class Ids(Bytes):
@@ -106,12 +135,20 @@ class Subwords:
     Args:
         path: the file.
         separator: the token that ends every document; found by its usual names unless given.
+        special_tokens: whether special tokens that stand in a text are tokens ("parse") or plain text ("text").
+        template_tokens: added tokens that count as special because a chat template ends turns with them.
 
     Raises:
         DataError: there is no such file, it is no tokenizer, or it has no token that could separate documents.
     """
 
-    def __init__(self, path: Path, separator: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        separator: str | None = None,
+        special_tokens: SpecialTokens = "parse",
+        template_tokens: Collection[str] = (),
+    ) -> None:
         from tokenizers import Tokenizer as Library
 
         try:
@@ -145,17 +182,42 @@ class Subwords:
         self.separator = chosen
         if chosen != usual:
             self.key += f"-{chosen}"  # what was packed with another is not this
+        # A separator may be an ordinary piece, such as a line end. Texts need those.
+        added = self._library.get_added_tokens_decoder().items()
+        self.special = tuple(
+            token.content
+            for i, token in added
+            if token.content and (token.special or i == chosen or token.content in template_tokens)
+        )
+        self._quotes = re.compile(quoting.pattern(self.special).pattern.encode())
+        self._encoder = self._library
+        self.variant = ""
+        if special_tokens == "text":
+            self.variant = "-plain"  # the key stays: the vocabulary is the same
+            with self._calling():
+                self._encoder = quoting.plain_library(content, self.special)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         # The library spreads a batch over the cores.
         with self._calling():
-            encodings = self._library.encode_batch_fast([decoded(text) for text in texts], add_special_tokens=False)
+            encodings = self._encoder.encode_batch_fast([decoded(text) for text in texts], add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        with self._calling():
-            encodings = self._library.encode_batch([*texts], add_special_tokens=False)
-        return [(np.array(each.ids, np.int32), np.array(each.offsets, np.int64).reshape(-1, 2)) for each in encodings]
+    def spans(
+        self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        if not self.variant or written is None:
+            with self._calling():
+                encodings = self._encoder.encode_batch([*texts], add_special_tokens=False)
+            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+            places = [np.array(encoding.offsets, np.int64).reshape(-1, 2) for encoding in encodings]
+            return [*zip(ids, places, strict=True)]
+        marked = [quoting.marked(text, starts) for text, starts in zip(texts, written, strict=True)]
+        spans = self.spans([text for text, _ in marked])
+        return [(ids, _at_origin(places, origin)) for (ids, places), (_, origin) in zip(spans, marked, strict=True)]
+
+    def quoted(self, text: bytes) -> dict[str, int]:
+        return quoting.counts(self._quotes, text)
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
@@ -195,6 +257,27 @@ class Subwords:
         tokens = (self._library.id_to_token(i) or "" for i in range(self.vocab_size))
         return [functools.reduce(lambda piece, pair: piece.replace(*pair), _SPACES, token) for token in tokens]
 
+    @property
+    def adds_space(self) -> bool:
+        with self._calling():
+            encoding = self._library.encode("a", add_special_tokens=False)
+        return bool(encoding.tokens) and encoding.tokens[0].startswith(_SPACE)
+
+    def token_bytes(self) -> np.ndarray:
+        special = self._library.get_added_tokens_decoder()
+        decoder = self._library.decoder
+        kind = b"" if decoder is None else decoder.__getstate__()
+        sizes = np.zeros(self.vocab_size, np.int64)
+        for token, i in self._library.get_vocab(with_added_tokens=True).items():
+            if i not in special and b'"ByteLevel"' in kind:
+                sizes[i] = len(token)  # a character for each byte
+            elif i not in special and _BYTE.fullmatch(token):
+                sizes[i] = 1
+            else:
+                word = token.removeprefix("##") if b'"WordPiece"' in kind else token
+                sizes[i] = len(word.replace(_SPACE, " ").encode())
+        return sizes
+
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         """Turns a panic of the library, which is no Exception, into a DataError."""
@@ -204,6 +287,16 @@ class Subwords:
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"{self.path} is a damaged tokenizer.json: {error!s:.200}") from error
+
+
+def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:
+    """Return spans [start, stop) of characters as spans of the characters that those are from."""
+    if not len(origin):
+        return places
+    starts = origin[np.minimum(places[:, 0], len(origin) - 1)]
+    last = origin[np.maximum(places[:, 1] - 1, 0)]
+    stops = np.where(places[:, 1] > places[:, 0], last + 1, starts)
+    return np.stack([starts, stops], axis=1)
 
 
 Tokenizer = Bytes | Subwords
@@ -218,9 +311,15 @@ class Encoder(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def separator(self) -> int: ...
+    @property
+    def variant(self) -> str: ...
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids of each document."""
+        ...
+
+    def quoted(self, text: bytes) -> dict[str, int]:
+        """How often each special token stands in a document."""
         ...
 
 

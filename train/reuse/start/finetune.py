@@ -169,7 +169,7 @@ def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> t
             f"{source} holds an {origin.model.family}, and not what noise it was trained on; start `python -m train ed-tiny` with "
             "--init-from and --data.noise"
         )
-    text_fields = ("separator", "field", "noise", "noise_rate", "noise_span")
+    text_fields = ("separator", "special_tokens", "field", "noise", "noise_rate", "noise_span")
     fields = {name: getattr(before, name) for name in text_fields} if before else {}
     tokenizer = "bytes" if has_tokenizer else _tokenizer(source, origin)
     chat = not (before and before.noise) and in_folder(folder)

@@ -26,7 +26,7 @@ _NEWER = {
 _NEWER_DATA = {
     "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
     "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False, "chat_template": None, "loss_on": "answers",
-    "transforms": TransformsConfig(), "stream": False, "train_percent": 100,
+    "transforms": TransformsConfig(), "stream": False, "train_percent": 100, "special_tokens": "parse",
 }  # fmt: skip
 """The same of data."""
 

@@ -71,6 +71,65 @@ def test_an_answer_is_what_follows_the_prompt_up_to_its_ending() -> None:
     assert trained_on(CHATML.replace("'<e>' + ", "''+"), TALK)[1] == ["bé\n", "d\n"]
 
 
+def with_fields(**fields: Any) -> list[dict[str, Any]]:
+    """The talk, of which the first answer has these fields, as a record has it."""
+    return templates.checked([{**message, **(fields if message["content"] == "bé" else {})} for message in TALK])
+
+
+@pytest.mark.parametrize("field", ["weight", "train", "training", "loss"])
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_a_message_that_is_not_trained_on_is_context(field: str, template: str) -> None:
+    text, (first, second) = trained_on(template, TALK)
+    for off in (0, False, 0.0):
+        assert trained_on(template, with_fields(**{field: off})) == (text, [second])
+    for on in (1, True, None):
+        assert trained_on(template, with_fields(**{field: on})) == (text, [first, second])
+    whole = trained_on(CHATML, with_fields(**{field: 0}), "all")[1]
+    assert "".join(whole) == trained_on(CHATML, TALK)[0].replace("bé<e>", "")
+    for wrong in (0.5, 2, -1, "0", "false", [0]):
+        with pytest.raises(DataError, match=rf"messages\[2\] has the {field} "):
+            with_fields(**{field: wrong})
+
+
+def test_no_message_but_an_answer_is_a_target_whatever_its_weight() -> None:
+    off = [{**message, "weight": int(message["role"] == "assistant")} for message in TALK]
+    assert trained_on(CHATML, templates.checked(off)) == trained_on(CHATML, TALK)
+    system = [{**message, **({"train": False} if message["role"] == "system" else {})} for message in TALK]
+    text, parts = trained_on(CHATML, templates.checked(system), "all")
+    assert "".join(parts) == text.replace("<s>system\nSé<e>\n", "")
+
+
+def test_a_part_of_an_answer_may_be_context() -> None:
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "not this, but this"}]
+    detail = [
+        {"begin_offset": 0, "end_offset": 9, "train": False},
+        {"begin_offset": 10, "end_offset": 17, "train": True},
+    ]
+    for template, answer in ((CHATML, "but this<e>"), (GENERATION, "but this]")):
+        messages = templates.checked([talk[0], {**talk[1], "train_detail": detail}])
+        assert trained_on(template, messages)[1] == [answer]
+        assert trained_on(template, talk)[1] == [f"not this, {answer}"]
+    for wrong in (
+        [{"begin_offset": 0, "end_offset": 99, "train": False}],
+        [{"begin_offset": 0, "train": 0}],
+        "0:9",
+        [{**detail[0], "train": "no"}],
+    ):
+        with pytest.raises(DataError, match=r"messages\[1\] has the train_detail "):
+            templates.checked([talk[0], {**talk[1], "train_detail": wrong}])
+
+
+def test_several_turns_tools_and_system_prompts_stay_as_they_are() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    talk = [TALK[0], TALK[1], call, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "five"}]
+    template = CHATML.replace("m.content", "(m.content or m.tool_calls | tojson)")
+    plain = trained_on(template, templates.checked(talk))
+    assert len(plain[1]) == 2
+    assert plain[1][0].startswith('[{"function"')
+    masked = templates.checked([*talk[:2], {**call, "weight": 0}, *talk[3:]])
+    assert trained_on(template, masked) == (plain[0], plain[1][1:])
+
+
 def test_a_template_may_say_by_itself_what_an_answer_is() -> None:
     assert trained_on(GENERATION, TALK) == ("(Sé)(a)[bé](c)[d]", ["bé]", "d]"])
 
@@ -193,9 +252,11 @@ def test_batches_are_trained_on_answers_alone_each_once_an_epoch(tmp_path: Path,
     write(folder)
     with (folder / "a.jsonl").open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "nobody answers"}]}) + "\n")
+        answer = {"role": "assistant", "content": "a bad answer", "weight": 0}
+        file.write(json.dumps({"messages": [{"role": "user", "content": "q"}, answer]}) + "\n")
     notes: list[str] = []
     source = load(folder, notes.append, batch_size=1)
-    assert any("left out 1 records, in which no assistant speaks" in n and "a.jsonl line 41" in n for n in notes)
+    assert any("left out 2 records" in n and "a.jsonl line 41" in n and "a.jsonl line 42" in n for n in notes)
     batches = [source.train_batch(k) for k in range(source.train_size)]
     evaluation = [source.eval_batch(j) for j in range(source.eval_size)]
     for batch in (*batches, *evaluation):
@@ -233,6 +294,19 @@ def test_a_table_is_read_as_lines_are(tmp_path: Path, cache_folder: Path) -> Non
     np.testing.assert_array_equal(one.train_batch(0)["inputs"], other.train_batch(0)["inputs"])
 
 
+def test_weights_of_a_table_are_read_too(tmp_path: Path, cache_folder: Path) -> None:
+    write(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    (tmp_path / "a.jsonl").unlink()
+    for row in rows[::2]:
+        row["messages"] = [{"role": "assistant", "content": "a draft", "weight": 0.0}, *row["messages"]]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    source = load(tmp_path)
+    batches = [source.train_batch(k) for k in range(source.train_size)]
+    assert any("a draft" in bytes(batch["inputs"].reshape(-1).tolist()).decode() for batch in batches)
+    assert "a draft" not in "".join(map(targets, batches))
+
+
 def test_a_folder_of_conversations_is_known_by_its_records(tmp_path: Path) -> None:
     write(tmp_path / "talks")
     (tmp_path / "texts").mkdir()
@@ -248,9 +322,11 @@ def test_a_folder_of_conversations_is_known_by_its_records(tmp_path: Path) -> No
         ({"tools": [1]}, {}, "a.jsonl line 1 has tools"),
         ({"messages": [{"role": "bot"}]}, {}, r"a.jsonl line 1: messages\[0\] has the role 'bot'"),
         ({"messages": "hi"}, {}, "no text but str|no field 'messages'"),
+        ({"messages": [{**TALK[2], "weight": 0.5}]}, {}, r"a.jsonl line 1: messages\[0\] has the weight 0.5"),
         ({}, {"field": "talk"}, "no field 'talk'; write --data.field messages"),
         ({}, {"chat_template": None}, "no chat template beside data.tokenizer bytes"),
-        ({}, {"tokenizer": "bpe:300"}, "write bytes, or the path of its tokenizer.json"),
+        ({}, {"tokenizer": "ids:200"}, "a number of ids and no words; write bytes, bpe:SIZE, or the path"),
+        ({}, {"tokenizer": "bpe:300"}, "bpe:300 and a model of 256 tokens; write --model.vocab-size 300"),
         ({}, {"seq_len": 12}, "no answer within 12 tokens"),
     ],
 )  # fmt: skip

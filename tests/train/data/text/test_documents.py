@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
+import tokenizers.models
+import tokenizers.normalizers
+import tokenizers.pre_tokenizers
 
 from mupax.train import data
 from mupax.train.__main__ import main
@@ -18,7 +24,10 @@ from mupax.train.config.data import DataConfig
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import assemble
 from mupax.train.core.step import batch_sums
+from mupax.train.data import Data
+from mupax.train.data.records import corpus
 from mupax.train.data.text.mixture import Mixture
+from mupax.train.data.text.named_tokenizers import train_bpe
 from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from tests.fixtures.command_line import Capture, refused
@@ -41,8 +50,8 @@ def config_of(
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Sixty short documents, of which any window has several."""
-    random = np.random.default_rng(3)
-    texts = (bytes(random.integers(97, 123, random.integers(20, 50)).tolist()).decode() for _ in range(60))
+    draw = np.random.default_rng(3)
+    texts = (bytes(draw.integers(97, 123, draw.integers(20, 50)).tolist()).decode() for _ in range(60))
     (tmp_path / "records.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return tmp_path
 
@@ -136,6 +145,107 @@ def test_a_mixture_keeps_its_documents_apart(folder: Path) -> None:
     for batch in (source.train_batch(0), source.eval_batch(0)):
         assert (batch["weights"][batch["inputs"] == SEPARATOR] == 0).all()
         assert batch["segments"].max() > 0
+
+
+WORDS = ("naïve", "déjà", "日本", "the", "cat", "sat", "mat", "internationalization", "a")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of words whose tokens stand for one to many bytes, a tokenizer of them, and conversations."""
+    tmp_path = tmp_path_factory.mktemp("words")
+    draw = random.Random(3)
+    texts = [" ".join(["a", *draw.choices(WORDS, k=draw.randint(3, 12))]) for _ in range(200)]
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train_bpe([text.encode() for text in texts], 300).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<{% endif %}"
+    )
+    talks = [
+        [{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in itertools.pairwise(texts)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    return tmp_path
+
+
+def loaded(folder: Path, name: str, **fields: Any) -> Data:
+    fields = {"batch_size": 4, "tokenizer": str(folder / "tokenizer.json"), **fields}
+    model = DecoderConfig(width=4, depth=1, num_heads=1, vocab_size=300, seq_len=24)
+    return data.load(DataConfig(name=name, **fields), model, seed=0, note=lambda line: None)
+
+
+def counted_bytes(source: Data) -> tuple[int, int]:
+    """Targets that count, and the bytes that they stand for: a byte-level token has a character for each of its bytes."""
+    counted, size = 0, 0
+    for batch in source.eval_batches():
+        for token in batch["targets"][batch["weights"] > 0].tolist():
+            counted += 1
+            size += 1 if token == source.tokenizer.separator else len(source.tokenizer._library.id_to_token(token))
+    return counted, size
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"document_mask": True},
+        {"document_mask": True, "eval_examples": 3},
+        {"eval_examples": 5, "eval_batch_size": 7},
+    ],
+)
+@pytest.mark.parametrize("kind", ["records", "stream", "mixture", "chat"])
+def test_bytes_are_those_of_the_targets_that_count(words: Path, kind: str, fields: dict[str, Any]) -> None:
+    name = f"records:{words / 'records'}"
+    if kind == "stream":
+        fields = {**fields, "stream": True}
+    if kind == "mixture":
+        fields = {**fields, "mix": (f"a={name}:1", f"b=text:{words / 'more.jsonl'}:2")}
+        fields |= {"field": "text"}
+        (words / "more.jsonl").write_text((words / "records" / "a.jsonl").read_text()[:9000].rpartition("\n")[0])
+        name = "mix"
+    if kind == "chat":
+        name = f"chat:{words / 'talks.jsonl'}"
+    source = loaded(words, name, **fields)
+    counted, size = counted_bytes(source)
+    assert counted
+    assert source.bytes_per_token == pytest.approx(size / counted, rel=1e-12)
+
+
+def test_the_bytes_of_masked_documents_are_those_of_their_texts(words: Path) -> None:
+    source = loaded(words, f"records:{words / 'records'}", document_mask=True)
+    rows = [json.loads(line)["text"] for line in (words / "records" / "a.jsonl").read_text().splitlines()]
+    held_out = [text for text in rows if corpus.side(text.encode()) == "eval"]
+    library = source.tokenizer._library
+    encoded = [library.encode(text, add_special_tokens=False) for text in held_out]
+    size = sum(len(text.encode()) + 1 - len(one.tokens[0]) for text, one in zip(held_out, encoded, strict=True))
+    counted = sum(len(one.ids) for one in encoded)  # all but the first, and the separator
+    assert source.bytes_per_token == pytest.approx(size / counted, rel=1e-12)
+    every = source.facts["eval_bytes"] / source.facts["eval_tokens"]
+    assert abs(source.bytes_per_token / every - 1) > 0.01  # the control: over all tokens it is another number
+
+
+def test_bytes_of_a_vocabulary_that_does_not_spell_its_text_add_up_to_those_of_the_text(words: Path) -> None:
+    """Of Llama 2's kind: words begin with U+2581, which stands for no byte where a document begins."""
+    vocab = {name: i for i, name in enumerate(("<unk>", "<s>", "</s>", *(f"\u2581{word}" for word in WORDS)))}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    prepend = tokenizers.normalizers.Prepend("\u2581")
+    library.normalizer = tokenizers.normalizers.Sequence([prepend, tokenizers.normalizers.Replace(" ", "\u2581")])
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split("\u2581", "merged_with_next")
+    library.add_special_tokens(["<unk>", "<s>", "</s>"])
+    library.save(str(words / "other.json"))
+    other: dict[str, Any] = {"tokenizer": str(words / "other.json")}
+    source = loaded(words, f"records:{words / 'records'}", document_mask=True, **other)
+    rows = [json.loads(line)["text"] for line in (words / "records" / "a.jsonl").read_text().splitlines()]
+    held_out = [text for text in rows if corpus.side(text.encode()) == "eval"]
+    size = sum(len(text.encode()) + 1 - len(text.split()[0].encode()) for text in held_out)
+    assert source.bytes_per_token == pytest.approx(size / sum(len(text.split()) for text in held_out), rel=1e-12)
+    del vocab["\u2581cat"], vocab["\u2581a"]
+    library.model = tokenizers.models.WordLevel({name: i for i, name in enumerate(vocab)}, unk_token="<unk>")
+    library.save(str(words / "other.json"))
+    unknown = loaded(words, f"records:{words / 'records'}", **other)
+    every = unknown.facts["eval_bytes"] / unknown.facts["eval_tokens"]
+    assert unknown.bytes_per_token == pytest.approx(every, rel=0.01)
 
 
 @pytest.mark.core

@@ -165,7 +165,12 @@ def test_an_encoder_decoder_reads_it_with_noise(folders: Path) -> None:
         ("a=text:x:1 --data.name digits", "and data.name is digits; leave that out"),
         ("a=digits:1", "data.mix a: data 'digits' is images"),
         ("a=text:nowhere:1", "data.mix a: no file or folder nowhere"),
-        ("a=python_corpus:1 --data.tokenizer bpe:300", "bpe:300 is trained on one text"),
+        (
+            "a=python_corpus:1 --data.tokenizer bpe:300",
+            "bpe:300 and a model of 256 tokens; write --model.vocab-size 300",
+        ),
+        ("a=chat:nowhere:1", "data.mix a: there is no chat template beside data.tokenizer bytes"),
+        ("a=images:nowhere:1 --data.tokenizer bpe:300", "data.mix a: data 'images:nowhere' is images"),
     ],
 )
 def test_bad_words_get_one_message(

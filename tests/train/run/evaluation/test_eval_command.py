@@ -17,6 +17,7 @@ from tokenizers import models, pre_tokenizers, processors
 
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
+from mupax.train.data.records import corpus
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.run.report import metrics
 from mupax.zoo.__main__ import main as zoo
@@ -107,6 +108,35 @@ def test_other_data_is_named_as_such() -> None:
     record, out = evaluated("lm", "--data.name", "text:other.txt", "--data.eval-examples", "64")
     assert (record["data_of_the_run"], record["examples"]) == (False, 64)
     assert "other data than the run's" in out
+
+
+def test_bits_per_byte_are_those_of_the_targets_that_count() -> None:
+    """The bytes are counted from the files: a document's first token is no target, and its end counts one byte."""
+    choose, folder = random.Random(1), Path("documents")
+    folder.mkdir()
+    for i in range(60):
+        text = f"{choose.choice('abc')} " + " ".join(choose.choices(WORDS, k=9))
+        (folder / f"{i}.txt").write_text(text)
+    words = LM.replace("text:text.txt", "text:documents").replace("--workdir lm", "--workdir masked").split()
+    words += ["--data.tokenizer", "bpe:300", "--model.vocab-size", "300", "--data.document-mask", "--log.no-samples"]
+    words += ["--data.evaluate", "same=text:documents", "--data.eval-examples", "1000"]
+    code, out, err = run(*words)
+    assert (code, err) == (0, "")
+    library = Library.from_file(str(next(Path("cache/tokenizers").glob("*.json"))))
+    texts = [path.read_text() for path in sorted(folder.iterdir()) if corpus.side(path.name) == "eval"]
+    encoded = [library.encode(text) for text in texts]
+    counted = sum(len(one.ids) for one in encoded)
+    size = sum(len(text) + 1 - len(one.tokens[0]) for text, one in zip(texts, encoded, strict=True))
+    record, table = evaluated("masked")
+    bits = record["loss"] * counted / np.log(2) / size
+    assert record["targets"] == counted
+    assert record["bits_per_byte"] == pytest.approx(bits, rel=1e-9)
+    assert record["sets"]["same"]["bits_per_byte"] == pytest.approx(bits, rel=1e-9)
+    assert f"{bits:.4f}" in table
+    assert f"{record['loss'] * counted / size:.4f}" in out  # the summary has nats per byte
+    every = sum(len(text) + 1 for text in texts) / sum(len(one.ids) + 1 for one in encoded)
+    over_all = record["loss"] / np.log(2) / every
+    assert abs(over_all / bits - 1) > 0.03  # the control: over all tokens it is another number
 
 
 # Generation

@@ -1,0 +1,140 @@
+"""A tokenizer of one's own texts: `mupax data tokenizer SOURCES --size N --out FILE`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro import conf
+
+from mupax import command_line, terminal
+
+if TYPE_CHECKING:
+    from mupax.train.data.sources.training_texts import TrainingTexts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTokenizer:
+    """Train a byte-level BPE tokenizer on texts and conversations, and write it as tokenizer.json.
+
+    SOURCES are any texts that --data.name takes: text:PATH, records:PATH, chat:PATH, hf:NAME, python_corpus. Written as
+    NAME=SOURCE:WEIGHT, each has its share of the training bytes, as in --data.mix. At most 256 MB of the training part of the
+    texts are read. Use the file with `python -m train lm-tiny --data.tokenizer FILE`.
+    """
+
+    sources: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="SOURCES")]
+    """Texts, or NAME=SOURCE:WEIGHT each."""
+    size: Annotated[int, conf.arg(metavar="N")]
+    """Tokens at most: the 256 bytes, the separator `<|endoftext|>` and the tokens of a chat template among them."""
+    out: Annotated[Path, conf.arg(metavar="FILE")]
+    """The tokenizer.json to write; one that is there already is left alone."""
+    field: str = "text"
+    """Of records: the field or column that has the text."""
+    chat_template: Annotated[str | None, conf.arg(metavar="FILE")] = None
+    """Of chat:PATH: a template of jinja2. Its special tokens, such as `<|im_end|>`, are single tokens of the tokenizer."""
+    data_dir: str | None = None
+    """Folder of prepared data sets (the user's cache unless given)."""
+
+    def run(self) -> int:
+        """Train and write the tokenizer; return 0."""
+        from mupax.train.data.interface import DataError
+        from mupax.train.data.text import named_tokenizers
+        from mupax.train.data.text.tokenizer import SEPARATOR, Subwords
+
+        if self.size < named_tokenizers.SMALLEST_BPE:
+            least = named_tokenizers.SMALLEST_BPE
+            raise command_line.UsageError(f"--size is {self.size}; write at least {least}, the bytes and a separator")
+        if self.out.suffix != ".json" or self.out.is_dir():
+            raise command_line.UsageError(
+                f"--out is {self.out}; write the path of a .json file, such as tokenizer.json"
+            )
+        if self.out.exists():
+            raise command_line.UsageError(
+                f"--out {self.out} is there already, and runs may use it; delete it, or write another path"
+            )
+        texts = self._texts()
+        library = named_tokenizers.train_bpe(texts.read(), self.size, texts.special)
+        if library.get_vocab_size() == 256 + len({SEPARATOR, *texts.special}):
+            raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
+        part = self.out.with_name(f"{self.out.name}.{os.getpid()}.part")
+        try:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            library.save(str(part))
+            part.replace(self.out)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"cannot write --out {self.out}: {error}") from error
+        encoder = Subwords(self.out)
+        special = ", ".join(dict.fromkeys((SEPARATOR, *texts.special)))
+        terminal.say(f"{self.out} has {encoder.vocab_size:,} tokens, of which {special} stand for no text")
+        terminal.say("use it with")
+        flags = f"--data.tokenizer {shlex.quote(str(self.out))} --model.vocab-size {encoder.vocab_size}"
+        print(terminal.command(f"python -m train lm-tiny {self._data_flags()} {flags}"))
+        return 0
+
+    def _data_flags(self) -> str:
+        """Return the flags of a run that reads the sources, or the first where they have no weights."""
+        read = self.sources if self._is_mixture() else self.sources[:1]
+        flags = ["--data.mix" if self._is_mixture() else "--data.name", *read]
+        if self.field != "text" and not read[0].startswith(("text:", "chat:")):
+            flags += ["--data.field", self.field]
+        if self.chat_template and any("chat:" in source for source in read):
+            flags += ["--data.chat-template", self.chat_template]
+        return shlex.join(flags)
+
+    def _is_mixture(self) -> bool:
+        weighted = [word for word in self.sources if "=" in word.partition(":")[0]]
+        if weighted and len(weighted) != len(self.sources):
+            plain = next(word for word in self.sources if word not in weighted)
+            raise command_line.UsageError(
+                f"{weighted[0]} has a name and a weight, and {plain} has none; write all as NAME=SOURCE:WEIGHT, or none"
+            )
+        return bool(weighted)
+
+    def _texts(self) -> TrainingTexts:
+        """Return the texts of all sources as one."""
+        from mupax.train.config.data import DataConfig
+        from mupax.train.data import mix
+        from mupax.train.data.interface import DataError
+        from mupax.train.data.sources import training_texts
+        from mupax.zoo.configs import DecoderConfig
+
+        if not self.sources:
+            raise command_line.UsageError("this needs SOURCES, such as text:my_texts")
+        words = self.sources
+        weights = None
+        if self._is_mixture():
+            parts = mix.parts(words, "the source")
+            weights = {name: part.count for name, part in parts.items()}
+        else:
+            parts = {source: mix.Part(source, 1) for source in dict.fromkeys(words)}
+            words = [f"{i}={source}:1" for i, source in enumerate(parts)]
+        kinds = {part.source.partition(":")[0] for part in parts.values()}
+        if "chat" in kinds and self.chat_template is None:
+            raise command_line.UsageError(
+                "conversations are trained on as a chat template writes them; add --chat-template FILE, a template of jinja2"
+            )
+        if self.chat_template is not None and "chat" not in kinds:
+            raise command_line.UsageError("--chat-template is of chat:PATH, and no source is one; leave it out")
+        config = DataConfig(
+            name=mix.NAME,
+            mix=tuple(words),
+            batch_size=1,
+            field=self.field,
+            chat_template=self.chat_template,
+            data_dir=self.data_dir,
+            tokenizer=f"bpe:{self.size}",
+        )
+        # Any text fits this model: only its kind is asked for.
+        model = DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31)
+        texts = {}
+        for name, part in parts.items():
+            try:
+                texts[name] = training_texts.opened(
+                    training_texts.part_config(config, part.source), model, terminal.say
+                )
+            except DataError as error:
+                raise DataError(f"{name}: {error}" if weights else str(error)) from error
+        return training_texts.weighted(texts, weights)
