@@ -1,6 +1,6 @@
-"""Train a recipe: `python -m train RECIPE [--FLAG VALUE ...]`.
+"""Train a recipe: `mupax train RECIPE [--FLAG VALUE ...]`.
 
-The first word is a recipe; `python -m train RECIPE --help` lists its flags, which are the fields of its config. A file stands
+The first word is a recipe; `mupax train RECIPE --help` lists its flags, which are the fields of its config. A file stands
 in its place with `--config PATH`: JSON or YAML, such as the config.json of another run.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 128 + its number stopped by a signal.
@@ -61,7 +61,7 @@ COMMANDS = {
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """The exit code of a command line, which is the words after `python -m train`."""
+    """The exit code of a command line, which is the words after `mupax train`."""
     if threading.current_thread() is not threading.main_thread():
         return _command(argv)
     # No exception: it would be raised in whatever code of XLA has called Python, and end the process with a segmentation fault.
@@ -83,11 +83,12 @@ def _command(argv: list[str]) -> int:
     check_words(argv)
     commands = {name: line for name, (_, line) in COMMANDS.items()}
     kinds = {"recipe": RECIPES, "command": commands}
-    argv = cli.with_file_first(argv)
+    if argv and argv[0] not in COMMANDS:
+        argv = cli.with_file_first(argv)
     if argv and cli.is_file(argv[0]):
         name, *words = argv
     else:
-        name, words = command_line.first_word("python -m train", kinds, argv)
+        name, words = command_line.first_word("mupax train", kinds, argv)
     if name == "finetune":
         from mupax.train.reuse.start import finetune
 

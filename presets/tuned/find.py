@@ -1,7 +1,7 @@
 """Tuned presets: a preset with the base, constants and optimizer that a study found best, and the study's evidence.
 
 A file PRESET.NAME.json in `presets/tuned`, or in a folder `tuned` where the command runs; `--preset PRESET:NAME` uses it, and
-PRESET:PATH.json takes any file. `python -m train transfer ... --save-tuned NAME` writes one.
+PRESET:PATH.json takes any file. `mupax train transfer ... --save-tuned NAME` writes one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def find(word: str) -> Tuned:
     if not name:
         ends = [other for other in files() if word in other.split(":")]
         raise PresetError(
-            f"{word} is no tuned preset; write PRESET:NAME, such as {', '.join(ends or files())} (`python -m presets tuned` lists them)"
+            f"{word} is no tuned preset; write PRESET:NAME, such as {', '.join(ends or files())} (`mupax presets tuned` lists them)"
         )
     if name.endswith(".json"):
         tuned = load(name)
@@ -112,7 +112,7 @@ def find(word: str) -> Tuned:
     own = [other for other in paths if other.startswith(f"{preset}:")]
     raise PresetError(
         f"the preset {preset} has no tuned constants named {name!r}; write {', '.join([preset, *own])} "
-        "(`python -m presets tuned` lists them)"
+        "(`mupax presets tuned` lists them)"
     )
 
 
@@ -122,7 +122,7 @@ def load(path: str | Path) -> Tuned:
     Raises:
         PresetError: the file cannot be read, or an entry is missing, unknown or not what it must be; names file and entry.
     """
-    hint = "no tuned preset ({error}); `python -m train transfer ... --save-tuned` writes one"
+    hint = "no tuned preset ({error}); `mupax train transfer ... --save-tuned` writes one"
     fields = schema.load(path, schema.checked, hint)
     return Tuned(**{name: value for name, value in fields.items() if name != "format"})
 

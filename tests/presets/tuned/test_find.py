@@ -156,7 +156,7 @@ def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out
     assert shown.startswith("depth-mup:mine-v1, transfers: adam 0.0078")
     assert "2^-6 diverged" in shown
-    assert "python -m train transfer lm-tiny" in shown
+    assert "mupax train transfer lm-tiny" in shown
     assert presets_main(["tuned", "depth-mup:mine-v1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["base"] == BASE
     assert presets_main(["tuned", "mup:none"]) == 2

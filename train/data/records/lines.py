@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import lzma
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -163,7 +164,7 @@ def content_of(value: Any, where: str, field: str, text_fields: list[str]) -> by
     """
     if not isinstance(value, str):
         kind = "no field" if value is None else f"no text but {type(value).__name__} in"
-        advice = f"write --data.field {text_fields[0]}" if text_fields else "repair or remove it"
+        advice = f"write --data.field {shlex.quote(text_fields[0])}" if text_fields else "repair or remove it"
         more = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
         raise DataError(f"{where} has {kind} {field!r}; {advice}{more}")
     if "\0" in value:
