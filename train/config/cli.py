@@ -77,7 +77,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
     if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
         from mupax.train.config import tuned
 
-        default, argv, preset = tuned.applied(default, argv, _value_of("--steps", argv))
+        default, argv, preset = tuned.applied(default, argv, value_of("--steps", argv))
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe))
@@ -194,7 +194,8 @@ def name_of(word: str) -> str:
     return path.parent.name or path.stem if path.name == "config.json" else path.stem
 
 
-def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+def value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """Return the word after the last of a flag, or after its `=`; None without the flag."""
     value = None
     for word, after in zip(argv, [*argv, None][1:], strict=True):
         if word == flag:
@@ -206,17 +207,17 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 def _with_model(config: Config, argv: Sequence[str]) -> Config:
     """The recipe on the model that `--model NAME` names: read before the flags, whose defaults are its sizes."""
-    name = _value_of("--model", argv)
+    name = value_of("--model", argv)
     if name is None or name.startswith("-"):
         return config
     model = dataclasses.replace(configs.get(name), compute=config.model.compute)
-    data = dataclasses.replace(config.data, name=_value_of("--data.name", argv) or config.data.name)
+    data = dataclasses.replace(config.data, name=value_of("--data.name", argv) or config.data.name)
     return dataclasses.replace(config, model=model, data=data)
 
 
 def _with_mix(config: Config, argv: Sequence[str]) -> Config:
     """Return the recipe with a data.name that fits its mixture: `--data.mix` names mix, another `--data.name` ends a file's."""
-    name = _value_of("--data.name", argv)
+    name = value_of("--data.name", argv)
     mixes = any(word.partition("=")[0] == "--data.mix" for word in argv)
     if mixes and name is None:
         return dataclasses.replace(config, data=dataclasses.replace(config.data, name="mix"))

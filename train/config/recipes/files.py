@@ -16,7 +16,7 @@ from mupax.train.config.run import Config
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
-_OF_ONE_RUN = ("workdir", "resume", "resume_change")
+_OF_ONE_RUN = ("workdir", "resume", "resume_change", "resume_from")
 """Fields that a run's record has and its repetition does not take."""
 
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -45,6 +45,25 @@ def recipe(path: str) -> Callable[[], Config]:
             raise ConfigError(f"{path}: {error}") from None
 
     load.__doc__ = f"The config of {path}."
+    return load
+
+
+def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
+    """Return what makes the config that a run recorded, to go on with: without where it was and from which step it went on.
+
+    Args:
+        fields: the record's `config`.
+        path: of the record, for a message.
+    """
+    left_out = (*_OF_ONE_RUN, "distributed")
+
+    def load() -> Config:
+        try:
+            return from_json({name: value for name, value in fields.items() if name not in left_out})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    load.__doc__ = f"Go on with the run of {path}."
     return load
 
 
