@@ -145,7 +145,9 @@ def unread(*words: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("program", ["/env/bin/mupax", "/env/site-packages/mupax/__main__.py", "/checkout/train/__main__.py"])
+@pytest.mark.parametrize(
+    "program", ["/env/bin/mupax", "/env/site-packages/mupax/__main__.py", "/checkout/train/__main__.py"]
+)
 def test_the_installed_command_names_itself(
     program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
