@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro import conf
@@ -232,7 +233,8 @@ class Compare:
 class Tuned:
     """Presets whose base, constants and optimizer a study found best: the rate, what it was found on, how it transfers.
 
-    `mupax train RECIPE --preset PRESET:NAME` uses one. Those in the folder `tuned` here are listed too.
+    `mupax train RECIPE --preset PRESET:NAME` uses one. The list has those that come with mupax, those in the folder
+    `tuned` here, and those in ~/.config/mupax/tuned, each with its origin.
     """
 
     name: Annotated[conf.Positional[str | None], conf.arg(metavar="PRESET:NAME")] = None
@@ -243,17 +245,28 @@ class Tuned:
     def run(self) -> int:
         from mupax.presets.tuned import find
 
-        tuned = [find.find(self.name)] if self.name else [find.load(path) for path in find.files().values()]
-        if self.json:
-            entries = [dataclasses.asdict(each) for each in tuned]
-            return print_json(entries[0] if self.name else entries)
         if self.name:
-            terminal.say(find.described(tuned[0]))
-        elif tuned:
-            print(terminal.table([[each.use, find.summary(each)] for each in tuned]))
+            tuned = find.find(self.name)
+            if self.json:
+                return print_json(dataclasses.asdict(tuned))
+            terminal.say(find.described(tuned))
+            return 0
+
+        listed: list[tuple[find.Tuned, Path]] = []
+        unread = 0
+        for path in find.files().values():
+            try:
+                listed.append((find.load(path), path))
+            except presets.PresetError as error:  # a file of the user's does not hide all others
+                unread += 1
+                terminal.note(f"left out: {error}")
+        if self.json:
+            print_json([{**dataclasses.asdict(tuned), "path": str(path)} for tuned, path in listed])
+        elif listed:
+            print(terminal.table([[tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in listed]))
         else:
             terminal.say("no preset is tuned yet; `mupax train transfer ... --save-tuned NAME` makes one")
-        return 0
+        return 2 if unread else 0
 
 
 if __name__ == "__main__":

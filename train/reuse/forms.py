@@ -62,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
         )
     terminal.say("continue with")
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
+    if step >= after.steps:
+        terminal.say(f"which has {after.steps} steps, all done: add --steps N, of more than {step}")
     return 0
 
 

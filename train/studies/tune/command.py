@@ -153,8 +153,10 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     print(report.told(content, metric))
     terminal.say(f"record in {path}, picture in {picture}")
     if args.save_tuned:
+        from mupax.train.studies.transfer import tuned
+
         saved, word = report.save(args.save_tuned, search, content, command)
-        terminal.say(f"tuned preset in {saved}; use it with --preset {shlex.quote(word)}")
+        terminal.say(tuned.said(saved, word))
     return 0
 
 
