@@ -163,8 +163,8 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
 
     by_step = _metrics_by_step(workdir)
     for row in rows:
-        kept = selection.read(workdir / row["path"])
-        row["metrics"] = kept | by_step.get(row["step"], {})
+        evaluation = selection.read(workdir / row["path"])
+        row["metrics"] = evaluation | by_step.get(row["step"], {})
         row["best"] = False
     costs = [(cost(metric, row["metrics"].get(metric)), row["step"], index) for index, row in enumerate(rows)]
     finite = [entry for entry in costs if math.isfinite(entry[0]) and not rows[entry[2]]["set_aside"]]

@@ -204,7 +204,7 @@ def _study(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], folder: Pa
                 )
     if args.save_tuned:
         path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command, args.judge)
-        terminal.say(tuned.said(path, word))
+        terminal.say(tuned.saved_message(path, word))
 
 
 def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[tuple[Measured, Analysis]]:

@@ -137,7 +137,7 @@ def _report(
     terminal.say(f"report in {report.write(folder, judged, control, about)}")
     if args.save_tuned:
         path, use = tuned.save(args.save_tuned, label, judged, command)
-        terminal.say(tuned.said(path, use))
+        terminal.say(tuned.saved_message(path, use))
     if args.predict:
         from mupax.train.studies.forecast import of_study
 

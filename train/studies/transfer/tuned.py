@@ -131,7 +131,7 @@ def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any]
     return path, tuned.use if by_name else f"{tuned.preset}:{path}"
 
 
-def said(path: Path, word: str) -> str:
+def saved_message(path: Path, word: str) -> str:
     """Return where a tuned preset was written, and what to type to use it here and from any folder.
 
     Args:

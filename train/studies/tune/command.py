@@ -156,7 +156,7 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
         from mupax.train.studies.transfer import tuned
 
         saved, word = report.save(args.save_tuned, search, content, command)
-        terminal.say(tuned.said(saved, word))
+        terminal.say(tuned.saved_message(saved, word))
     return 0
 
 
