@@ -1,4 +1,4 @@
-"""The `mupax` command: `mupax train lm-tiny` is `python -m train lm-tiny` where a train.py of yours hides ours."""
+"""The `mupax` command. In a checkout `python -m train lm-tiny` is `mupax train lm-tiny`, where no train.py hides ours."""
 
 from __future__ import annotations
 

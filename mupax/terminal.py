@@ -35,6 +35,8 @@ _EXIT_S = 5.0
 """How long a process whose command is done may take to end: threads of a library may wait for a disk or a network."""
 _WORDS_S = 0.5
 """How long the last words of a process may take: its terminal may be stopped, or its pipe full."""
+_SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
+"""A word of a command with its quotes."""
 _NO_BREAK = "\u00a0"
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -66,10 +68,16 @@ def _say(text: str, stream: TextIO) -> None:
 
 
 def command(line: str) -> str:
-    """A command to copy, `spoken` and indented; where the terminal is narrower it goes on after a backslash, flag by flag."""
-    first, *flags = re.split(r" (?=--)", spoken(line))
-    lines = [first]
-    for flag in flags:
+    """A command to copy, as it can be started here, indented; where the terminal is narrower it goes on after a backslash."""
+    words = _SHELL_WORD.findall(_reachable(spoken(line)))
+    parts: list[str] = []
+    for word in words:
+        if not parts or word.startswith("--"):
+            parts.append(word)
+        else:
+            parts[-1] += f" {word}"
+    lines = parts[:1]
+    for flag in parts[1:]:
         if len(lines[-1]) + len(flag) + 2 * GAP + 3 > columns():
             lines.append(flag)
         else:
@@ -100,24 +108,45 @@ def rich_console(**options: Any) -> Console:
 
 
 def spoken(text: str) -> str:
-    """A text whose commands are written as this process was started: `mupax train` for `python -m train` where `mupax` was."""
-    program = Path(sys.argv[0])  # bin/mupax, or mupax/__main__.py of `python -m mupax`
-    installed = program.stem == "mupax" or program.parent.name == "mupax"
+    """Return a text with installed commands for those of a checkout: `mupax train` for `python -m train`."""
     module = r"\bpython -m (?:(train|presets|zoo)|mupax\.train\.(data))\b"
-    return re.sub(module, r"mupax \1\2", text) if installed else text
+    return re.sub(module, r"mupax \1\2", text)
 
 
 def typed(*words: str) -> str:
-    """A command to type in this folder, `spoken`: with the path of this Python where the shell finds another, or none.
+    """Return a command to type in this folder: quoted for a shell, with the path of mupax where the shell finds none or another.
 
     Args:
-        *words: python, -m and more.
+        *words: mupax and more; `python -m train` stands for `mupax train`.
     """
-    line, here = spoken(shlex.join(words)), shutil.which("python")
-    if not line.startswith("python ") or (here and os.path.abspath(here) == os.path.abspath(sys.executable)):
-        return line
-    near = os.path.relpath(sys.executable)
-    return shlex.quote(sys.executable if near.startswith("..") else near) + line.removeprefix("python")
+    return _reachable(spoken(shlex.join(words)))
+
+
+def _reachable(line: str) -> str:
+    """Return a command with its first word, mupax, as it can be started from this folder."""
+    program, space, rest = line.partition(" ")
+    return f"{_program()}{space}{rest}" if program == "mupax" else line
+
+
+def _program() -> str:
+    """Return how this installation's mupax is started: by its name, by its path, or as a module of this Python."""
+    scripts = Path(sys.executable).parent
+    started = Path(sys.argv[0])  # pipx and uv link ~/.local/bin/mupax to an environment elsewhere
+    found = shutil.which("mupax")
+    for script in (started, scripts / "mupax"):
+        if script.name == "mupax" and found and os.path.abspath(found) == os.path.abspath(script):
+            return "mupax"
+    if (scripts / "mupax").is_file():
+        return _near(str(scripts / "mupax"))
+    python = shutil.which("python")
+    is_ours = python is not None and os.path.abspath(python) == os.path.abspath(sys.executable)
+    return f"{'python' if is_ours else _near(sys.executable)} -m mupax"
+
+
+def _near(path: str) -> str:
+    """Return a path relative to this folder where it lies below, quoted for a shell."""
+    relative = os.path.relpath(path)
+    return shlex.quote(path if relative.startswith("..") else relative)
 
 
 class EntryPoint(Protocol):

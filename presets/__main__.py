@@ -1,4 +1,4 @@
-"""Look at presets. `python -m presets` lists them; with a word it does more.
+"""Look at presets. `mupax presets` lists them; with a word it does more.
 
 `constants PRESET` lists what it takes, `table PRESET --model NAME` shows it at work, `limits PRESET` says what each size does as it
 grows, `desiderata PRESET` which sizes can grow alone, `compare A B ...` puts presets side by side, `joint` has rules for batch and
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro import conf
@@ -28,7 +29,7 @@ from mupax.train.config.preset import ConstantFlags, PresetFlags, preset_for, wi
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """The exit code of a command line, which is the words after `python -m presets`."""
+    """The exit code of a command line, which is the words after `mupax presets`."""
     commands = {
         "list": List, "constants": Constants, "table": Table, "limits": Limits, "desiderata": Desiderata, "compare": Compare,
         "joint": Joint, "tuned": Tuned, "verify": Verify,
@@ -39,16 +40,18 @@ def main(argv: list[str]) -> int:
     }
     words = with_group_constants(plugins.without_plugins(argv))
     if words and words[0] in presets.PRESETS:
-        wrong = f"{words[0]} is a preset, not a command; write `python -m presets constants {words[0]}`, or table, limits or"
+        wrong = (
+            f"{words[0]} is a preset, not a command; write `mupax presets constants {words[0]}`, or table, limits or"
+        )
         raise command_line.UsageError(f"{wrong} desiderata in its place")
-    name, rest = command_line.first_word("python -m presets", {"command": lines}, words, "list")
+    name, rest = command_line.first_word("mupax presets", {"command": lines}, words, "list")
     if name == "dynamics":
         try:
             from mupax.train.studies.infinite import command
         except ModuleNotFoundError as error:
             raise presets.PresetError(f"dynamics computes with arrays and needs {error.name}; install mupax") from error
         return command.main(rest)
-    return command_line.parse(commands[name], f"python -m presets {name}", rest).run()
+    return command_line.parse(commands[name], f"mupax presets {name}", rest).run()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class Table(PresetFlags, RunFlags):
     preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
     """A preset, or measured:PATH."""
     model: Annotated[str, conf.arg(metavar="NAME")]
-    """A model of `python -m zoo`."""
+    """A model of `mupax zoo`."""
     optimizer: Annotated[str, conf.arg(metavar="NAME")] = "adam"
     """adam, adamw, sgd, momentum, muon or lion."""
     decay: Literal["coupled", "independent"] = "coupled"
@@ -106,7 +109,7 @@ class Table(PresetFlags, RunFlags):
     joint: horizon.Applied = "none"
     """Also what this rule makes of the optimizer's numbers between the batch and tokens of the base and those of the run."""
     noise_scale: float | None = None
-    """Examples, from `python -m train noise`; above it the rule does not hold."""
+    """Examples, from `mupax train noise`; above it the rule does not hold."""
     json: Switch = False
     """Print JSON."""
 
@@ -177,7 +180,7 @@ class Desiderata(ConstantFlags):
     """Which dimensions can be scaled: of d_k, d_v, d_ff, d_model, heads alone, width, positions and depth, by mapping of a block.
 
     At the first step under SGD: entries stay (signal), they move where every weight has an equal part of the loss's decay (speed),
-    the preset's own rates make parts equal (balance) and of order one (loss decay). `python -m train check MODEL --desiderata` measures.
+    the preset's own rates make parts equal (balance) and of order one (loss decay). `mupax train check MODEL --desiderata` measures.
     """
 
     preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
@@ -216,7 +219,7 @@ class Compare:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise command_line.UsageError("compare needs presets, such as compare mup sp; `python -m presets` has all")
+            raise command_line.UsageError("compare needs presets, such as compare mup sp; `mupax presets` has all")
 
     def run(self) -> int:
         compared = [presets.get(name) for name in self.names]
@@ -231,7 +234,8 @@ class Compare:
 class Tuned:
     """Presets whose base, constants and optimizer a study found best: the rate, what it was found on, how it transfers.
 
-    `python -m train RECIPE --preset PRESET:NAME` uses one. Those in the folder `tuned` here are listed too.
+    `mupax train RECIPE --preset PRESET:NAME` uses one. The list has those that come with mupax, those in the folder
+    `tuned` here, and those in ~/.config/mupax/tuned, each with its origin.
     """
 
     name: Annotated[conf.Positional[str | None], conf.arg(metavar="PRESET:NAME")] = None
@@ -242,17 +246,28 @@ class Tuned:
     def run(self) -> int:
         from mupax.presets.tuned import find
 
-        tuned = [find.find(self.name)] if self.name else [find.load(path) for path in find.files().values()]
-        if self.json:
-            entries = [dataclasses.asdict(each) for each in tuned]
-            return print_json(entries[0] if self.name else entries)
         if self.name:
-            terminal.say(find.described(tuned[0]))
-        elif tuned:
-            print(terminal.table([[each.use, find.summary(each)] for each in tuned]))
+            tuned = find.find(self.name)
+            if self.json:
+                return print_json(dataclasses.asdict(tuned))
+            terminal.say(find.described(tuned))
+            return 0
+
+        listed: list[tuple[find.Tuned, Path]] = []
+        unread = 0
+        for path in find.files().values():
+            try:
+                listed.append((find.load(path), path))
+            except presets.PresetError as error:  # a file of the user's does not hide all others
+                unread += 1
+                terminal.note(f"left out: {error}")
+        if self.json:
+            print_json([{**dataclasses.asdict(tuned), "path": str(path)} for tuned, path in listed])
+        elif listed:
+            print(terminal.table([[tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in listed]))
         else:
-            terminal.say("no preset is tuned yet; `python -m train transfer ... --save-tuned NAME` makes one")
-        return 0
+            terminal.say("no preset is tuned yet; `mupax train transfer ... --save-tuned NAME` makes one")
+        return 2 if unread else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Constants of parameter groups: what tuning finds for one group, as factors on its base numbers. How it scales stays the rule's.
 
-`rates.readout` 4 is four times the learning rate in every size. A group is named as `python -m presets table` shows it; a role of
+`rates.readout` 4 is four times the learning rate in every size. A group is named as `mupax presets table` shows it; a role of
 matrices will do: `query` is `block.query`. The pull lr*wd is scaled by `decays` alone: a rate does not change it.
 """
 

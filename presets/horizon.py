@@ -184,5 +184,5 @@ def rule(name: str) -> JointRule:
         near = difflib.get_close_matches(name, takes, n=1)
         why = "is only shown, beside rules that contradict it" if name in RULES else "does not exist"
         hint = f"did you mean {near[0]}?" if near else f"write {', '.join(takes)}"
-        raise PresetError(f"the joint rule {name} {why}; {hint} (`python -m presets joint` has all)")
+        raise PresetError(f"the joint rule {name} {why}; {hint} (`mupax presets joint` has all)")
     return RULES[name]

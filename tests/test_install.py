@@ -324,7 +324,7 @@ assert_type(presets.get("mup"), presets.Preset)
 assert_type(zoo.get("gpt2").sizes(), dict[str, int])
 assert_type(train.RECIPES["lm-tiny"](), train.Config)
 assert_type(train.assemble(train.RECIPES["lm-tiny"]()), train.Program)
-assert_type(train.fit(train.RECIPES["lm-tiny"]()), int)
+assert_type(train.fit(train.RECIPES["lm-tiny"]()), train.Run)
 """
 
 

@@ -117,7 +117,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(trained: Path, folder: Path, text: str) -> None:
     """Puts into `folder` what the text of a command or block reads and does not write."""
     for name in ("runs", "exported"):
-        if re.search(rf"(?<!workdir )(?<!out ){name}\b", text):
+        if re.search(rf"(?<!workdir )(?<!out ){name}\b|train --resume --workdir {name}\b", text):
             shutil.copytree(trained / name, folder / name)
     for name in re.findall(r"--from (docs/[\w/-]+)", text):
         shutil.copytree(ROOT / name, folder / name)

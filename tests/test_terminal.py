@@ -85,6 +85,7 @@ def test_messages_break_between_words_and_commands_after_a_backslash(
 ) -> None:
     from mupax.__main__ import main
 
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     long = "mupax train lm-tiny --vary 'preset.gamma0=0.5, 1, 2, 4' --steps 20 --out " + "x" * 30
     assert terminal.command(long) == f"  {long}"  # the control: in a pipe
     assert main(["train", "lm-tini"]) == 2
@@ -101,10 +102,10 @@ def test_messages_break_between_words_and_commands_after_a_backslash(
     assert max(map(len, narrow.splitlines())) <= 80
     assert narrow.split() == piped.split()
     monkeypatch.setenv("COLUMNS", "40")
-    terminal.say("  write `python -m train lm-tiny --resume` to go on from there")
+    terminal.say("  write `python -m train lm-tiny --resume now` to go on from there")
     assert capsys.readouterr().out.splitlines() == [
         "  write",
-        "  `python -m train lm-tiny --resume` to",
+        "  `mupax train lm-tiny --resume now` to",
         "  go on from there",
     ]
 
@@ -172,15 +173,15 @@ def unread(*words: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("program", ["/env/bin/mupax", "/env/site-packages/mupax/__main__.py"])
+@pytest.mark.parametrize(
+    "program", ["/env/bin/mupax", "/env/site-packages/mupax/__main__.py", "/checkout/train/__main__.py"]
+)
 def test_the_installed_command_names_itself(
     program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mupax.__main__ import main
 
     words = ["train", "lm-tiny", "--stpes", "3"]
-    assert main(words) == 2
-    assert "`python -m train lm-tiny --help` lists all flags" in capsys.readouterr().err  # the control: in a checkout
     monkeypatch.setattr(sys, "argv", [program, *words])
     assert main(words) == 2
     assert "`mupax train lm-tiny --help` lists all flags" in capsys.readouterr().err
@@ -202,23 +203,48 @@ def test_the_installed_command_names_itself(
     assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 
 
-def test_a_command_to_type_has_a_python_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["python", "-m", "train", "generate", "runs/my run"]
+def test_a_command_to_type_has_a_mupax_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["mupax", "train", "generate", "runs/my run"]
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
-    (folder / "python").write_text("#!/bin/sh\n")
-    (folder / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    monkeypatch.chdir(tmp_path)
-    assert terminal.typed(*words) == ".venv/bin/python -m train generate 'runs/my run'"
-    monkeypatch.setenv("PATH", str(folder))
-    assert terminal.typed(*words) == "python -m train generate 'runs/my run'"
-    monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    assert terminal.typed(*words).startswith(f"{folder}/python -m train")
-    monkeypatch.setattr(sys, "argv", ["/env/bin/mupax", "train"])
+
+    def script(path: Path) -> None:
+        path.write_text("#!/bin/sh\n")
+        path.chmod(0o755)
+
+    script(folder / "python")
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setattr(sys, "argv", ["train"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.chdir(tmp_path)
+    assert terminal.typed(*words) == ".venv/bin/python -m mupax train generate 'runs/my run'"  # nothing is installed
+    monkeypatch.setenv("PATH", str(folder))
+    assert terminal.typed(*words) == "python -m mupax train generate 'runs/my run'"
+    script(folder / "mupax")
     assert terminal.typed(*words) == "mupax train generate 'runs/my run'"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert terminal.typed(*words) == ".venv/bin/mupax train generate 'runs/my run'"
+    assert terminal.command("mupax train lm-tiny") == "  .venv/bin/mupax train lm-tiny"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert terminal.typed(*words) == f"{folder}/mupax train generate 'runs/my run'"
+    linked = tmp_path / "local" / "mupax"  # as pipx and uv install it
+    linked.parent.mkdir()
+    linked.symlink_to(folder / "mupax")
+    monkeypatch.setenv("PATH", str(linked.parent))
+    monkeypatch.setattr(sys, "argv", [str(linked), "train"])
+    assert terminal.typed(*words) == "mupax train generate 'runs/my run'"
+
+
+@pytest.mark.parametrize("path", ["my runs", "runs[1]", "$HOME/run", "it's", "a;b", "*", "a --b"])
+def test_a_printed_command_can_be_copied_whatever_the_path(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["mupax", "train", "lm-tiny", "--workdir", path, "--steps", "20", "--data.name", f"text:{path}"]
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = terminal.command(shlex.join(words)).splitlines()
+    assert len(lines) > 2
+    assert shlex.split(" ".join(line.removesuffix(" \\") for line in lines))[-len(words) + 1 :] == words[1:]
 
 
 def test_a_stream_lasts_whatever_becomes_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,12 @@ In Python::
     from mupax import train
 
     config = dataclasses.replace(train.RECIPES["lm-tiny"](), steps=200)
-    train.fit(config)  # as `mupax train lm-tiny --steps 200`
+    run = train.fit(config)  # as `mupax train lm-tiny --steps 200`
+    print(run.workdir, run.step, run.evaluation["eval_loss"])
+
+    # The trained model: of `run`, a workdir, an imported folder, or ORG/NAME of the Hugging Face hub.
+    model = train.load(run)
+    print(model.generate("def ", tokens=100))  # a model of images has model.predict(["a.png", "b.png"])
 
     # The model, step and optimizer of a config, to run by yourself.
     program = train.assemble(config.resolved())
@@ -26,7 +31,8 @@ if TYPE_CHECKING:
     from mupax.train.config.run import CheckpointConfig, Config, DataConfig, OptimizerConfig, PresetConfig
     from mupax.train.core.functional.parameterization import Parameterization, parameterize
     from mupax.train.core.program import Program, assemble
-    from mupax.train.run.loop import run as fit
+    from mupax.train.reuse.model import Model, Prediction, load
+    from mupax.train.run.fit import Run, fit
 
 __all__ = [
     "RECIPES",
@@ -35,12 +41,16 @@ __all__ = [
     "DataConfig",
     "DistributedConfig",
     "MeshConfig",
+    "Model",
     "OptimizerConfig",
     "Parameterization",
+    "Prediction",
     "PresetConfig",
     "Program",
+    "Run",
     "assemble",
     "fit",
+    "load",
     "parameterize",
 ]
 
@@ -50,7 +60,11 @@ _PLACES = {
     "RECIPES": "config.recipes",
     "Program": "core.program",
     "assemble": "core.program",
-    "fit": "run.loop",
+    "fit": "run.fit",
+    "Run": "run.fit",
+    "load": "reuse.model",
+    "Model": "reuse.model",
+    "Prediction": "reuse.model",
 }
 """Name to its module where that is not `config.run`; read when first asked for, since some import JAX."""
 
@@ -59,4 +73,4 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     module = importlib.import_module(f"mupax.train.{_PLACES.get(name, 'config.run')}")
-    return getattr(module, "run" if name == "fit" else name)
+    return getattr(module, name)

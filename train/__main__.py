@@ -1,7 +1,8 @@
-"""Train a recipe: `python -m train RECIPE [--FLAG VALUE ...]`.
+"""Train a recipe: `mupax train RECIPE [--FLAG VALUE ...]`.
 
-The first word is a recipe; `python -m train RECIPE --help` lists its flags, which are the fields of its config. A file stands
-in its place with `--config PATH`: JSON or YAML, such as the config.json of another run.
+The first word is a recipe; `mupax train RECIPE --help` lists its flags, which are the fields of its config. A file stands
+in its place with `--config PATH`: JSON or YAML, such as the config.json of another run. `mupax train --resume --workdir W`
+goes on with the run in W, whose config is read from there.
 
 Exit codes: 0 done, 1 the run failed, 2 bad input (one message on stderr), 128 + its number stopped by a signal.
 With `--restart` it is that of the last attempt, 128 and the signal's number where it was killed.
@@ -14,8 +15,13 @@ import json
 import signal
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from mupax import terminal
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
 
 COMMANDS = {
     "check": ("studies.check.command", "measure what a preset does as one size grows, and hold it against theory"),
@@ -61,7 +67,7 @@ COMMANDS = {
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """The exit code of a command line, which is the words after `python -m train`."""
+    """The exit code of a command line, which is the words after `mupax train`."""
     if threading.current_thread() is not threading.main_thread():
         return _command(argv)
     # No exception: it would be raised in whatever code of XLA has called Python, and end the process with a segmentation fault.
@@ -85,11 +91,16 @@ def _command(argv: list[str]) -> int:
     plugins.load(modules)
     commands = {name: line for name, (_, line) in COMMANDS.items()}
     kinds = {"recipe": RECIPES, "command": commands}
-    argv = cli.with_file_first(argv)
+    if argv and argv[0] not in COMMANDS:
+        argv = cli.with_file_first(argv)
+    start: Callable[[], Config] | None = None
     if argv and cli.is_file(argv[0]):
         name, *words = argv
+    elif argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
+        words = argv
+        name, start = _run_to_go_on_with(argv)
     else:
-        name, words = command_line.first_word("python -m train", kinds, argv)
+        name, words = command_line.first_word("mupax train", kinds, argv)
     if name == "finetune":
         from mupax.train.reuse.start import finetune
 
@@ -97,7 +108,7 @@ def _command(argv: list[str]) -> int:
     elif name in COMMANDS:
         return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
     else:
-        command = cli.parse(name, cli.recipe(name), words)
+        command = cli.parse(name, start or cli.recipe(name), words)
     if command.print_config:
         from mupax.train.config.record import to_json
 
@@ -117,6 +128,31 @@ def _command(argv: list[str]) -> int:
     from mupax.train.run import loop
 
     return loop.run(command.config)
+
+
+def _run_to_go_on_with(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:
+    """Return the recipe's name and the recorded config of the run in `--workdir`, for a command line that names no recipe.
+
+    Raises:
+        UsageError: the flags do not say which run to resume.
+        WorkdirError: no run is there.
+    """
+    from mupax.command_line import UsageError
+    from mupax.paths import path_of
+    from mupax.train.checkpoints import workdir
+    from mupax.train.config import cli
+    from mupax.train.config.recipes import files
+
+    place = cli.value_of("--workdir", argv)
+    wrong = f"the first word is a recipe, not a flag such as {argv[0].partition('=')[0]}"
+    lists = "`mupax train --help` lists the recipes"
+    if place is None or place.startswith("--"):
+        raise UsageError(f"{wrong}; to go on with a run write --resume --workdir FOLDER; {lists}")
+    fields = workdir.read_record(path_of(place))
+    if "--resume" not in argv:
+        raise UsageError(f"{wrong}; {place} holds a run: add --resume to go on with it; {lists}")
+    record = files.of_one_record(fields["config"], f"{place}/config.json")
+    return str(fields["config"].get("recipe")), record
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Named models: `python -m zoo` lists them, `python -m zoo describe NAME` prints the parameter tree of one.
+"""Named models: `mupax zoo` lists them, `mupax zoo describe NAME` prints the parameter tree of one.
 
 `import` and `export` carry weights from and to the files of Hugging Face's `transformers`.
 `--json` prints a list or tree as JSON. Exit codes: 0 done, 2 bad input (one message on stderr).
@@ -28,7 +28,7 @@ LEFT = ("model", "family", "input", "path", "role", "shape", "axes")
 
 @terminal.entry_point
 def main(argv: list[str]) -> int:
-    """The exit code of a command line, which is the words after `python -m zoo`."""
+    """The exit code of a command line, which is the words after `mupax zoo`."""
     from mupax.train.config import plugins
     from mupax.train.config.checks import check_words
     from mupax.train.config.preset import with_group_constants
@@ -37,10 +37,10 @@ def main(argv: list[str]) -> int:
     check_words(argv)
     argv = plugins.without_plugins(argv)
     if argv and argv[0] in configs.CONFIGS:
-        wrong = f"{argv[0]} is a model, not a command; write `python -m zoo describe {argv[0]}`"
+        wrong = f"{argv[0]} is a model, not a command; write `mupax zoo describe {argv[0]}`"
         raise command_line.UsageError(wrong)
     commands = {"list": List, "describe": Describe, "import": Import, "export": Export}
-    return command_line.run("python -m zoo", commands, with_group_constants(argv), default="list")
+    return command_line.run("mupax zoo", commands, with_group_constants(argv), default="list")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Describe:
     """Every parameter of a model: path, role, shape, axes, count."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
-    """A model of `python -m zoo`."""
+    """A model of `mupax zoo`."""
     json: Switch = False
     """Print JSON."""
 

@@ -1,4 +1,4 @@
-"""`python -m presets joint`: rules for batch and tokens, and the flags that say how far a run is from its base."""
+"""`mupax presets joint`: rules for batch and tokens, and the flags that say how far a run is from its base."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What sources disagree on, as data: each value of a named constant, its rule, who has it, and how well that is known.
 
-`python -m presets constants PRESET` prints it. Of a constant that is listed no other value is taken, but of `decay_width`, which
+`mupax presets constants PRESET` prints it. Of a constant that is listed no other value is taken, but of `decay_width`, which
 may be any number.
 """
 

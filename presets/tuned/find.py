@@ -1,13 +1,15 @@
 """Tuned presets: a preset with the base, constants and optimizer that a study found best, and the study's evidence.
 
-A file PRESET.NAME.json in `presets/tuned`, or in a folder `tuned` where the command runs; `--preset PRESET:NAME` uses it, and
-PRESET:PATH.json takes any file. `python -m train transfer ... --save-tuned NAME` writes one.
+A file PRESET.NAME.json that comes with mupax, or lies in the folder `tuned` where the command runs or in the user's own
+folder (`user_folder`); `--preset PRESET:NAME` uses it, and PRESET:PATH.json takes any file.
+`mupax train transfer ... --save-tuned NAME` writes one.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -83,10 +85,26 @@ class Tuned:
         return "undecided" if "undecided" in verdicts else verdicts.pop()
 
 
+def user_folder() -> Path:
+    """Return the folder of tuned presets that every project of this user finds: ~/.config/mupax/tuned, by XDG_CONFIG_HOME."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mupax" / "tuned"
+
+
 def files() -> dict[str, Path]:
-    """PRESET:NAME to file: the project's, and the user's own that have other names."""
-    paths = [path for folder in (OWN_FOLDER, FOLDER) for path in folder.glob("*.json")]
-    return dict(sorted((path.stem.replace(".", ":", 1), path) for path in {p.name: p for p in paths}.values()))
+    """Return PRESET:NAME to file. Of equal names mupax's own comes first, then the project's, then the user's."""
+    paths: dict[str, Path] = {}
+    for folder in (user_folder(), OWN_FOLDER, FOLDER):  # a later one replaces
+        for path in folder.glob("*.json"):
+            if "." in path.stem and not path.name.startswith("."):
+                paths[path.stem.replace(".", ":", 1)] = path
+    return dict(sorted(paths.items()))
+
+
+def origin(path: Path) -> str:
+    """Return where the file of a tuned preset comes from, in words."""
+    if path.parent == FOLDER:
+        return "mupax"
+    return f"user, {path}" if path.parent == user_folder() else f"project, {path}"
 
 
 def find(word: str) -> Tuned:
@@ -99,7 +117,7 @@ def find(word: str) -> Tuned:
     if not name:
         ends = [other for other in files() if word in other.split(":")]
         raise PresetError(
-            f"{word} is no tuned preset; write PRESET:NAME, such as {', '.join(ends or files())} (`python -m presets tuned` lists them)"
+            f"{word} is no tuned preset; write PRESET:NAME, such as {', '.join(ends or files())} (`mupax presets tuned` lists them)"
         )
     if name.endswith(".json"):
         tuned = load(name)
@@ -112,7 +130,8 @@ def find(word: str) -> Tuned:
     own = [other for other in paths if other.startswith(f"{preset}:")]
     raise PresetError(
         f"the preset {preset} has no tuned constants named {name!r}; write {', '.join([preset, *own])} "
-        "(`python -m presets tuned` lists them)"
+        f"(`mupax presets tuned` lists them). A file {preset}.{name}.json is looked for in {OWN_FOLDER.absolute()} and in "
+        f"{user_folder()}"
     )
 
 
@@ -122,7 +141,7 @@ def load(path: str | Path) -> Tuned:
     Raises:
         PresetError: the file cannot be read, or an entry is missing, unknown or not what it must be; names file and entry.
     """
-    hint = "no tuned preset ({error}); `python -m train transfer ... --save-tuned` writes one"
+    hint = "no tuned preset ({error}); `mupax train transfer ... --save-tuned` writes one"
     fields = schema.load(path, schema.checked, hint)
     return Tuned(**{name: value for name, value in fields.items() if name != "format"})
 

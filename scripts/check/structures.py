@@ -28,7 +28,7 @@ from scripts.check.wrong_tables import MODELS, WRONG
 PAGE = ROOT / "docs" / "structures.md"
 COMMAND = "python -m scripts.check.structures"
 SIZES, SEEDS, STEPS = 3, 3, 3
-"""As `python -m train check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""
+"""As `mupax train check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""
 
 RIGHT = {
     "head_dim": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup"),

@@ -28,7 +28,7 @@ SHOWN = ("docs/", "presets/", "zoo/", "train/", "README.md")
 HEAD = """# Papers
 
 Whose rules, formulas and settings these are, and where each is used. Whether a rule was read in its source or is reported by somebody
-else stands beside it (`python -m presets constants mup`). Made by `python -m scripts.pages.papers`.
+else stands beside it (`mupax presets constants mup`). Made by `python -m scripts.pages.papers`.
 
 """
 

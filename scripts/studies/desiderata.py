@@ -72,8 +72,8 @@ STUDIES = {
 
 TEXT = """# Which dimensions can be scaled
 
-Made by `{command}` ({seconds:.0f} s of CPU time). Theory is `python -m presets desiderata PRESET`, from the preset's rules alone;
-measurement is `python -m train check gpt2 --desiderata --preset PRESET --model.no-bias --model.no-norm-gain --seeds {seeds}`, one
+Made by `{command}` ({seconds:.0f} s of CPU time). Theory is `mupax presets desiderata PRESET`, from the preset's rules alone;
+measurement is `mupax train check gpt2 --desiderata --preset PRESET --model.no-bias --model.no-norm-gain --seeds {seeds}`, one
 dimension over four sizes, every block cut into its mappings by zeros that are added to them: one backward pass and one JVP, exact.
 
 Four desiderata at the first step under SGD (after Chizat and Netrapalli 2023, arXiv 2311.18718; the composition over a block is
@@ -104,7 +104,7 @@ What it says:
 ENCODED = """
 ## Of an encoder-decoder
 
-The same of both stacks and of cross-attention (`python -m presets desiderata PRESET --encoder`, and `train check bart-large` in place of
+The same of both stacks and of cross-attention (`mupax presets desiderata PRESET --encoder`, and `train check bart-large` in place of
 `gpt2`; {sizes} sizes, {seeds} seeds and 8 of width and d_model, {seconds:.0f} s of CPU time). "every" is of the
 decoder's attention, its cross-attention and the encoder, as far as they have it. `targets` are the decoder's positions, `depth` the
 decoder's blocks alone, `encoder_depth` the encoder's. A preset has the rows in which its rules are its own: outside of d_k `mup-half` is

@@ -2,7 +2,7 @@
 
     python -m scripts.studies.search_cost [--out FOLDER]
 
-Four commands of `python -m train`, on one model. Of the best rate of three widths: `sweep` of nine rates with three seeds, and
+Four commands of `mupax train`, on one model. Of the best rate of three widths: `sweep` of nine rates with three seeds, and
 `transfer --search frugal`. Of three constants at once: `sweep` of all of their octaves with three seeds, and `tune` over the same
 ranges. Cost is in training FLOPs, of the grid's. What a search ends at is held against what the grid ends at: best rates in octaves,
 constants by the loss of seeds that neither has seen. Rows are kept in FOLDER: the command goes on where it was
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from mupax import disk
+from mupax.train.config.record import words_of
 from mupax.train.studies.forecast import points
 from mupax.train.studies.sweep import command as sweep
 from mupax.train.studies.sweep.rows import Rows
@@ -53,7 +54,7 @@ WORDS = ("lr", "readout.lr", "readout.std")
 
 
 def commands(out: Path) -> dict[str, list[str]]:
-    """Name to the words after `python -m train`.
+    """Name to the words after `mupax train`.
 
     Args:
         out: folder of all rows.
@@ -76,7 +77,7 @@ def train(words: Sequence[str]) -> None:
     """Run one of the commands in this process.
 
     Args:
-        words: after `python -m train`.
+        words: after `mupax train`.
 
     Raises:
         SystemExit: it was stopped.
@@ -114,7 +115,7 @@ def least(folder: Path) -> tuple[list[str], int]:
     losses: dict[str, list[float]] = {}
     rows = Rows(folder)
     for row in rows.values():
-        words = shlex.split(row.command)[3:]
+        words = words_of(row.command)
         if "--seed" in words:
             at = words.index("--seed")
             del words[at : at + 2]

@@ -2,7 +2,7 @@
 
     python -m scripts.studies.transfer [NAME ...] [--minutes 20] [--render] [--list]
 
-Each study is a `python -m train transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
+Each study is a `mupax train transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
 on, and one that is done is judged and drawn again without training.
 """
 
@@ -118,7 +118,7 @@ with the command that trains it alone.
 
 
 def words(name: str, minutes: float) -> list[str]:
-    """What follows `python -m train transfer` in a study, its path relative to the checkout."""
+    """What follows `mupax train transfer` in a study, its path relative to the checkout."""
     return shlex.split(f"{STUDIES[name]} --minutes {minutes:g} --out docs/transfer/{name}")
 
 
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.names or STUDIES:
         command = words(name, args.minutes)
         if args.list:
-            print(f"{name}: python -m train transfer {shlex.join(command)}")
+            print(f"{name}: mupax train transfer {shlex.join(command)}")
         elif not args.render:
             with contextlib.chdir(ROOT):
                 if code := transfer_command.main(command):

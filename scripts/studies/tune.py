@@ -64,11 +64,11 @@ SEARCHED = {
         "--save-tuned presets/tuned/mup.vit-endless-v1.json"
     )
 }
-"""PRESET:NAME to the words of `python -m train tune` that searched several constants of a base."""
+"""PRESET:NAME to the words of `mupax train tune` that searched several constants of a base."""
 
 
 def studies(minutes: float) -> dict[str, list[str]]:
-    """PRESET:NAME to the words after `python -m train transfer`, their paths relative to the checkout."""
+    """PRESET:NAME to the words after `mupax train transfer`, their paths relative to the checkout."""
     commands = {}
     for run, recipe in RECIPES.items():
         for preset, (flags, grow, added) in PRESETS.items():
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for name in args.names or commands:
         kind, run = ("tune", tune_command.main) if name in SEARCHED else ("transfer", transfer_command.main)
-        print(f"{name}: python -m train {kind} {shlex.join(commands[name])}", flush=True)
+        print(f"{name}: mupax train {kind} {shlex.join(commands[name])}", flush=True)
         if args.list:
             continue
         if name in COMMITTED:

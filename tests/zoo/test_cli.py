@@ -67,7 +67,7 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
         (["describe"], "this needs NAME"),
         (["describe", "gpt2", "lm-tiny"], "nothing takes the word 'lm-tiny'"),
         (["describ", "gpt2"], "did you mean describe?"),
-        (["gpt2"], "python -m zoo describe gpt2"),
+        (["gpt2"], "mupax zoo describe gpt2"),
         (["list", "gpt2"], "nothing takes the word 'gpt2'"),
         (["--jsn"], "no flag is named --jsn; did you mean --json?"),
         (["describe", "gpt2", "--deep"], "no flag is named --deep"),

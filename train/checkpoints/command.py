@@ -1,4 +1,4 @@
-"""`python -m train checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health; and the flags of every command that reads one.
+"""`mupax train checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health; and the flags of every command that reads one.
 
 Imports no arrays: `--help` answers within a second.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.train.config.sections import METRIC
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,10 @@ class ModelFlags(CheckpointFlags):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """The checkpoints of a run: steps, sizes, age and health.
+    """The checkpoints of a run: steps, losses, sizes, age and health.
 
+    Losses are those of metrics.jsonl at the step, in nats per token, image or target. The best is that of
+    --checkpoint.best-metric among the checkpoints that are there; a run without evaluations has none.
     Health is what the manifest says, the sizes of its files, and the run's assets; with --verify every file and every array is
     read and compared with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
     """
@@ -74,18 +78,27 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError, WorkdirError: wrong flags, or no run there.
     """
-    args = command_line.parse(Checkpoints, "python -m train checkpoints", argv)
+    args = command_line.parse(Checkpoints, "mupax train checkpoints", argv)
 
     from mupax.train.checkpoints import workdir
 
     record = workdir.read_record(args.workdir)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
+    metric = _best_metric(record["config"])
+    _add_metrics(rows, args.workdir, metric)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
-    head = ["step", "size", "arrays", "age", "health"]
-    table = terminal.table([head, *map(_cells, rows)], left=["health"])
-    terminal.say(table if rows else f"{args.workdir} has no checkpoint yet")
+    if not rows:
+        terminal.say(f"{args.workdir} has no checkpoint yet")
+        return 0
+    columns = [name for name in dict.fromkeys(["loss", METRIC, metric]) if any(name in row["metrics"] for row in rows)]
+    head = ["step", *columns, *([""] if columns else []), "size", "arrays", "age", "health"]
+    terminal.say(terminal.table([head, *(_cells(row, columns) for row in rows)], left=["health", ""]))
+    for row in rows:
+        if row["best"]:
+            value = row["metrics"][metric]
+            terminal.say(f"best by {metric}: step {row['step']}, {value:.4f}; use it with --step {row['step']}")
     return int(any(row["damaged"] for row in rows if not row["set_aside"]))
 
 
@@ -131,9 +144,70 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
     }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _best_metric(config: Any) -> str:
+    """Return checkpoint.best_metric of a recorded config, which may be of another version."""
+    section = config.get("checkpoint") if isinstance(config, dict) else None
+    metric = section.get("best_metric") if isinstance(section, dict) else None
+    return metric if isinstance(metric, str) else METRIC
+
+
+def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None:
+    """Give every entry the losses of its step as `metrics`, and mark the best one of those that are not set aside.
+
+    Args:
+        rows: entries of `_checkpoints`; changed in place.
+        workdir: has metrics.jsonl. Evaluations that checkpoints keep stand in for rows that were lost.
+        metric: of an evaluation, by which the best is told.
+    """
+    from mupax.train.checkpoints import selection
+    from mupax.train.config.sections import cost
+
+    by_step = _metrics_by_step(workdir)
+    for row in rows:
+        evaluation = selection.read(workdir / row["path"])
+        row["metrics"] = evaluation | by_step.get(row["step"], {})
+        row["best"] = False
+    costs = [(cost(metric, row["metrics"].get(metric)), row["step"], index) for index, row in enumerate(rows)]
+    finite = [entry for entry in costs if math.isfinite(entry[0]) and not rows[entry[2]]["set_aside"]]
+    if finite:
+        rows[min(finite)[2]]["best"] = True
+
+
+def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
+    """Return losses and evaluations of every step in metrics.jsonl; None is a number that was not finite."""
+    from mupax import disk
+
+    try:
+        lines = disk.read_bytes(workdir / "metrics.jsonl").split(b"\n")
+    except disk.ABSENT:
+        return {}
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the empty one at the end, or one that a kill has torn
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            continue
+        names = [name for name in row if name == "loss" or name.startswith(("eval_", "eval/"))]
+        values = {name: row[name] for name in names if row[name] is None or type(row[name]) in (int, float)}
+        by_step.setdefault(row["step"], {}).update(values)
+    return by_step
+
+
+def _metric_text(row: dict[str, Any], name: str) -> str:
+    if name not in row["metrics"]:
+        return ""
+    value = row["metrics"][name]
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     good = "good, every bit" if row["verified"] else "whole (--verify reads every bit)"
     health = f"damaged: {row['damaged']}" if row["damaged"] else good
     aside = "set aside, " if row["set_aside"] else ""
     age = str(datetime.timedelta(seconds=round(row["age_seconds"] or 0)))
-    return [str(row["step"]), terminal.gib(row["bytes"]), str(row["arrays"] or ""), age, aside + health]
+    losses = [_metric_text(row, name) for name in columns]
+    mark = ["best" if row["best"] else ""] if columns else []
+    size = terminal.gib(row["bytes"])
+    return [str(row["step"]), *losses, *mark, size, str(row["arrays"] or ""), age, aside + health]

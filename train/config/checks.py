@@ -23,6 +23,7 @@ _PLACE_FLAGS = (
     "--data.tokenizer",
     "--tokenizer",
     "--out",
+    "--config",
 )
 """Flags whose value may be in a bucket; the empty one is a word without a flag."""
 _LOCAL_COMMANDS = ("check", "sweep", "tune", "transfer", "compile", "balance")
@@ -86,7 +87,7 @@ def check_words(argv: Sequence[str]) -> None:
         if flag not in _TEXT_FLAGS:
             check = (
                 check_place
-                if flag.replace("_", "-") in _PLACE_FLAGS and argv[0] not in _LOCAL_COMMANDS
+                if flag == "--config" or (flag.replace("_", "-") in _PLACE_FLAGS and argv[0] not in _LOCAL_COMMANDS)
                 else check_local
             )
             check(flag or "the path", value)

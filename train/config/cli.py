@@ -8,18 +8,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
 from typing import Annotated
 
 from tyro import conf
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.paths import path_of
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.checks import at_least
 from mupax.train.config.data import source
 from mupax.train.config.preset import preset_of, with_group_constants
 from mupax.train.config.run import Config
+from mupax.train.config.sections import METRIC, StopConfig
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
@@ -30,7 +34,7 @@ class Command:
 
     config: Annotated[Config, conf.arg(name="")]
     model: Annotated[str | None, conf.arg(metavar="NAME")] = None
-    """Train another model of `python -m zoo`, of the recipe's family; --model.* change the one chosen."""
+    """Train another model of `mupax zoo`, of the recipe's family; --model.* change the one chosen."""
     dry_run: Switch = False
     """Print shapes, the preset's table, memory, FLOPs and the time of a save; train nothing."""
     print_config: Switch = False
@@ -68,7 +72,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
         ConfigError: values that do not fit together, or a flag that the chosen optimizer or data never reads.
         PresetError: no such preset, tuned or not, or a constant out of its range.
     """
-    prog = f"python -m train {name}"
+    prog = f"mupax train {name}"
     default, preset = _with_mix(_with_model(recipe(), argv), argv), None
     if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
         from mupax.train.config import tuned
@@ -102,35 +106,96 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
 
 def is_file(word: str) -> bool:
     """Whether a word is a config file's path rather than a recipe's name."""
-    return word.endswith(FILES)
+    return word.lower().endswith(FILES)
 
 
 def with_file_first(argv: Sequence[str]) -> list[str]:
-    """A command line that begins with `--config PATH` as one that begins with the path; raises UsageError for no such path."""
-    flag, equals, path = (argv or [""])[0].partition("=")
-    if flag != "--config":
-        return [*argv]
-    words = [path, *argv[1:]] if equals else [*argv[1:]]
-    if not (words and is_file(words[0])):
-        raise command_line.UsageError(
-            f"--config {(words or ['PATH'])[0]}: write a file that ends in {', '.join(FILES)}"
-        )
+    """Return a command line with the path of `--config PATH` in a recipe's place, which is first.
+
+    Raises:
+        UsageError: no config file follows, or something else says what to train too.
+    """
+    words = list(argv)
+    for index, word in enumerate(words):
+        flag, equals, path = word.partition("=")
+        if flag != "--config":
+            continue
+        end = index + 1 if equals else index + 2
+        path = path if equals else "".join(words[index + 1 : end])
+        _check_config_file(path)
+        remaining = words[:index] + words[end:]
+        if any(later.partition("=")[0] == "--config" for later in remaining):
+            raise command_line.UsageError("--config comes twice; write one of the files")
+        if remaining and (is_file(remaining[0]) or remaining[0] in _recipes()):
+            raise command_line.UsageError(
+                f"{remaining[0]} and --config {path} both say what to train; leave one of them out"
+            )
+        return [path, *remaining]
     return words
+
+
+def _check_config_file(path: str) -> None:
+    if is_file(path):
+        return
+    folder = path_of(path) if path and not path.startswith("-") else None
+    if folder is not None and (folder / "config.json").is_file():
+        config = shlex.quote(str(folder / "config.json"))
+        raise command_line.UsageError(f"--config {path}: this is a folder; write --config {config}")
+    raise command_line.UsageError(f"--config {path or 'PATH'}: write a file that ends in {', '.join(FILES)}")
+
+
+def _recipes() -> Mapping[str, Callable[[], Config]]:
+    from mupax.train.config.recipes import RECIPES
+
+    return RECIPES
 
 
 def recipe(name: str) -> Callable[[], Config]:
     """The recipe of that name, or of a config file's path; raises UsageError where there is none, ConfigError for a wrong file."""
-    from mupax.train.config.recipes import RECIPES
-
     if is_file(name):
         from mupax.train.config.recipes import files
 
         return files.recipe(name)
-    return RECIPES[command_line.first_word("", {"recipe": RECIPES}, [name])[0]]
+    return _recipes()[command_line.first_word("", {"recipe": _recipes()}, [name])[0]]
+
+
+def is_recipe(name: str) -> bool:
+    """Whether `recipe` reads a word, rather than the zoo's table of models."""
+    return is_file(name) or name in _recipes()
+
+
+def recipe_of_points(name: str) -> Callable[[], Config]:
+    """Return what makes the config of a study's points: the recipe, without what a file has for a run by itself.
+
+    A file that trains a run can be swept so as it is. What is left out is a line on standard error.
+    """
+    start = recipe(name)
+
+    def load() -> Config:
+        config = start()
+        alone = {"data.evaluate": config.data.evaluate, "stop.patience": config.stop.patience}
+        names = [field for field, value in alone.items() if value]
+        if not names:
+            return config
+        terminal.note(f"note: {name}: {' and '.join(names)} left out: points train all their steps, on their own data")
+        data = dataclasses.replace(config.data, evaluate=())
+        checkpoint = dataclasses.replace(config.checkpoint, keep_best=None, best_metric=METRIC)
+        return dataclasses.replace(config, data=data, checkpoint=checkpoint, stop=StopConfig())
+
+    load.__doc__ = start.__doc__
+    return load
+
+
+def name_of(word: str) -> str:
+    """Return a recipe's name as a part of a folder's name; a config file's own name, or its folder's for a run's config.json."""
+    if not is_file(word):
+        return word
+    path = PurePath(word)
+    return path.parent.name or path.stem if path.name == "config.json" else path.stem
 
 
 def value_of(flag: str, argv: Sequence[str]) -> str | None:
-    """Return the word after a flag, or after its `=`; of several the last, None without one."""
+    """Return the word after the last of a flag, or after its `=`; None without the flag."""
     value = None
     for word, after in zip(argv, [*argv, None][1:], strict=True):
         if word == flag:
@@ -151,10 +216,14 @@ def _with_model(config: Config, argv: Sequence[str]) -> Config:
 
 
 def _with_mix(config: Config, argv: Sequence[str]) -> Config:
-    """The recipe on the texts that `--data.mix` names, whose data.name goes without saying."""
-    if not any(word.partition("=")[0] == "--data.mix" for word in argv) or value_of("--data.name", argv) is not None:
-        return config
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, name="mix"))
+    """Return the recipe with a data.name that fits its mixture: `--data.mix` names mix, another `--data.name` ends a file's."""
+    name = value_of("--data.name", argv)
+    mixes = any(word.partition("=")[0] == "--data.mix" for word in argv)
+    if mixes and name is None:
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, name="mix"))
+    if not mixes and config.data.mix and name not in (None, "mix"):
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, mix=()))
+    return config
 
 
 def _check_read(config: Config, argv: Sequence[str]) -> None:

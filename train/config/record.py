@@ -164,6 +164,21 @@ ELSEWHERE = ("recipe", "workdir", "resume", "resume_from", "init", "distributed"
 """Fields that say where and how to start, not what."""
 
 
+def command_of(config: Config) -> str:
+    """Return the command that trains a config, quoted for a shell; "" where no recipe has its name, or no flag for a value."""
+    flags = words(config)
+    return "" if flags is None else " ".join(["mupax train", config.recipe, *flags])
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words after `mupax train` of a recorded command. Older records have `mupax train`."""
+    recorded = shlex.split(command)
+    for program in (["mupax", "train"], ["python", "-m", "train"]):
+        if recorded[: len(program)] == program:
+            return recorded[len(program) :]
+    return []
+
+
 def words(config: Config) -> list[str] | None:
     """Flags that differ from the recipe's config; None where there is no such recipe, or no flag for a value."""
     if config.recipe not in RECIPES:

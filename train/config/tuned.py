@@ -88,7 +88,7 @@ def check(study: Tuned, config: Config) -> None:
         distances = ", ".join(f"{axis} {doublings:+.1f}" for axis, doublings in far.items())
         terminal.note(
             f"warning: this model is more than {FAR:g} doublings beyond the sizes that {study.use} was studied at: {distances} "
-            f"(`python -m presets tuned {study.use}`)"
+            f"(`mupax presets tuned {study.use}`)"
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m train compile RECIPE --topology v5e:16x16`: compile a recipe's step for a TPU pod, without a TPU."""
+"""`mupax train compile RECIPE --topology v5e:16x16`: compile a recipe's step for a TPU pod, without a TPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Compile:
     """A recipe's step compiled for a TPU pod, without a TPU.
 
     The real TPU compiler (extra `tpu`) compiles the run's own step for devices that are not here, and says what a device
-    would need: memory, FLOPs, collectives, clock cycles. Every flag of the recipe applies (`python -m train RECIPE --help`
+    would need: memory, FLOPs, collectives, clock cycles. Every flag of the recipe applies (`mupax train RECIPE --help`
     lists them). Nothing is allocated or trained.
     """
 
-    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
-    """A recipe of `python -m train`."""
+    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE")]
+    """A recipe of `mupax train`, or a config file; `--config FILE` says the same."""
     topology: Annotated[str, conf.arg(metavar="CHIP:AxB")]
     """v5e:16x16, v5p:4x4x4, v6e:16x16, v7x:4x4x4, v4:4x4x4, ..."""
     slices: Annotated[int, conf.arg(metavar="N")] = 1
@@ -50,7 +50,7 @@ class Compile:
 
 def main(argv: Sequence[str]) -> int:
     """Compiles and prints: 0 where the step fits, 1 where it does not; raises as `mupax.train.config.cli.parse`."""
-    args, rest = command_line.parse_known(Compile, "python -m train compile", argv)
+    args, rest = command_line.parse_known(Compile, "mupax train compile", cli.with_file_first(argv))
     from mupax.train.pods import topology
 
     topology.chip_of(args.topology)

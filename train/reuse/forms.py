@@ -7,6 +7,7 @@ momentum * theta, second moment * theta^2 (the abc symmetry, Tensor Programs IV;
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -59,7 +60,10 @@ def main(argv: Sequence[str]) -> int:
         terminal.say(
             "note: the run clips gradients by their norm, and that is another in this form; where it clips, training differs"
         )
-    terminal.say(f"continue with the run's flags and --preset.form {args.form} --workdir {args.out} --resume")
+    terminal.say("continue with")
+    print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
+    if step >= after.steps:
+        terminal.say(f"which has {after.steps} steps, all done: add --steps N, of more than {step}")
     return 0
 
 

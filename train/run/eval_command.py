@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -273,9 +274,10 @@ def check_classes(classes: Sequence[str], here: Sequence[str] | None, saved: Any
     if list(classes) == list(here or ()):
         return
     there, other = (printable(", ".join(each[:8]) + (" …" if len(each) > 8 else "")) for each in (classes, here or ()))
+    command = shlex.join(["mupax", "train", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)])
     raise DataError(
         f"the classes of the run in {saved.workdir} are {there}, and those of {name} {other}; give it folders of the same names, or "
-        f"fine-tune on them: `python -m train finetune {name.removeprefix('images:')} --from {saved.workdir}`"
+        f"fine-tune on them: `{command}`"
     )
 
 

@@ -59,7 +59,7 @@ Muon brings is told from what its rate does. Other work ran on the machine.
 
 
 def words_of(name: str, steps: int, rate: float | None = None) -> list[str]:
-    """The words after `python -m train` of a row of ours, at a length, and at a rate of its own."""
+    """The words after `mupax train` of a row of ours, at a length, and at a rate of its own."""
     own = [] if rate is None else ["--optimizer.peak-lr", f"{rate:g}"]
     return [*OURS[name].split(), *own, "--steps", str(steps), "--optimizer.warmup-steps", str(max(1, steps // 20))]
 
@@ -75,7 +75,7 @@ def ours(name: str, seconds: float | None, steps: int) -> dict[str, Any]:
         words = words_of(name, steps, rate)
         fields, loss = trained(config_of(words), steps)
         own = {} if rate is None else {"rate": rate}
-        return {**fields, **own, "loss": round(loss(), 4), "command": f"python -m train {' '.join(words)}"}
+        return {**fields, **own, "loss": round(loss(), 4), "command": f"mupax train {' '.join(words)}"}
 
     if seconds is not None:
         steps = int(seconds / step_seconds(config_of(words_of(name, 60))))

@@ -150,13 +150,55 @@ def test_a_drift_that_is_hardly_known_decides_nothing(
 def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
     assert presets_main(["tuned"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    expected = "depth-mup:mine-v1 adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
+    expected = (
+        f"depth-mup:mine-v1 project, tuned/{FILE} adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
+    )
     assert any(line.startswith(expected) for line in lines)
     assert presets_main(["tuned", "depth-mup:mine-v1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("depth-mup:mine-v1, transfers: adam 0.0078")
     assert "2^-6 diverged" in shown
-    assert "python -m train transfer lm-tiny" in shown
+    assert "mupax train transfer lm-tiny" in shown
     assert presets_main(["tuned", "depth-mup:mine-v1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["base"] == BASE
     assert presets_main(["tuned", "mup:none"]) == 2
+
+
+def test_one_in_the_users_own_folder_is_found_from_any_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    folder = tmp_path / "config" / "mupax" / "tuned"
+    project = tmp_path / "project"
+    project.mkdir()
+    monkeypatch.chdir(project)
+    with pytest.raises(PresetError) as error:
+        tuned.find("depth-mup:mine-v1")
+    for place in (str(folder), str(project / "tuned"), FILE):
+        assert place in str(error.value)
+
+    tuned.save(tuned_preset(), folder / FILE)
+    assert tuned.find("depth-mup:mine-v1") == tuned_preset()
+    assert presets_main(["tuned"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("depth-mup:mine-v1")]
+    assert str(folder / FILE) in line
+    assert "user" in line
+
+    # The project's own goes before it, and what is no tuned preset hides nothing.
+    tuned.save(tuned_preset(optimizer={**tuned_preset().optimizer, "peak_lr": 0.5}), Path("tuned", FILE))
+    assert tuned.find("depth-mup:mine-v1").optimizer["peak_lr"] == 0.5
+    for name in ("tune.json", ".mup.hidden.json"):
+        Path("tuned", name).write_text("{}")
+    assert presets_main(["tuned"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("depth-mup:mine-v1")]
+    assert "project" in line
+    Path("tuned", "mup.broken.json").write_text("{}")
+    assert presets_main(["tuned", "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert "mup.broken.json" in err
+    listed = {f"{entry['preset']}:{entry['name']}": entry["path"] for entry in json.loads(out)}
+    assert listed["depth-mup:mine-v1"] == f"tuned/{FILE}"
+    assert len(listed) == 1 + len(list(tuned.FOLDER.glob("*.json")))
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuned.user_folder() == tmp_path / ".config" / "mupax" / "tuned"

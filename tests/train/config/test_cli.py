@@ -1,4 +1,4 @@
-"""`python -m train`: what its words and flags become, and its help. Nothing is trained here."""
+"""`mupax train`: what its words and flags become, and its help. Nothing is trained here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.core
     ("words", "text"),
     [
         ("compile lm-tiny", "this needs --topology CHIP:AxB"),
-        ("compile", "this needs RECIPE and --topology CHIP:AxB"),
+        ("compile", "this needs RECIPE|FILE and --topology CHIP:AxB"),
         ("sweep lm-tiny --seed-count 2", "did you mean --seed"),
         ("sweep lm-tiny --seeds 0", "--seeds is 0; write a number of at least 1"),
         ("sweep lm-tiny --how both", "--how needs one of 'auto', 'in-turn', 'together', not 'both'"),
@@ -55,7 +55,7 @@ def test_a_word_left_out_has_its_default_beside_flags_of_a_run(capsys: Capture) 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: Capture) -> None:
     assert main([name, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: python -m train {name} ")
+    assert capsys.readouterr().out.startswith(f"usage: mupax train {name} ")
 
 
 # What a command line becomes

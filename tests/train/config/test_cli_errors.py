@@ -1,4 +1,4 @@
-"""`python -m train`: what each wrong word, flag and value is answered. Nothing is trained here."""
+"""`mupax train`: what each wrong word, flag and value is answered. Nothing is trained here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_wrong_first_word(words: str, message: str, capsys: Capture) -> None:
 def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
     err = refused(capsys, "lm-tiny", *words.split())
     assert message in err
-    assert "python -m train lm-tiny --help" in err
+    assert "mupax train lm-tiny --help" in err
 
 
 @pytest.mark.parametrize(

@@ -148,5 +148,5 @@ raise SystemExit(main())
 def test_a_closed_pipe_is_no_error() -> None:
     command = f"{sys.executable} -m train lm-tiny --help | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("usage: python -m train lm-tiny")
+    assert done.stdout.startswith("usage: mupax train lm-tiny")
     assert not done.stderr

@@ -30,9 +30,7 @@ def test_a_run_goes_on_in_another_form(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
     assert main([*TINY.split(), "--workdir", "old", "--steps", "4"]) == 0
     assert main(["convert", "old", "--form", "mean-field", "--out", "new"]) == 0
-    assert (
-        "continue with the run's flags and --preset.form mean-field --workdir new --resume" in capsys.readouterr().out
-    )
+    assert "mupax train --resume --workdir new" in capsys.readouterr().out
     before = (tmp_path / "old" / "config.json").read_text()
     # The wrong form is refused, the right one goes on.
     assert main([*TINY.split(), "--workdir", "new", "--steps", "8", "--resume"]) == 2

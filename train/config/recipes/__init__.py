@@ -1,6 +1,6 @@
 """Runs as functions: a recipe returns a complete config. Its docstring says what it is, what it costs, what to expect.
 
-`python -m train RECIPE` runs one; any field can be changed by a flag of its name. A recipe of your own is a function in a
+`mupax train RECIPE` runs one; any field can be changed by a flag of its name. A recipe of your own is a function in a
 file here and a line in `RECIPES`.
 """
 
@@ -33,4 +33,4 @@ RECIPES: Table[Callable[[], Config]] = Table(
         "r2c2-c4": "pods:r2c2_c4",
     },
 )
-"""Name to recipe. The name is the first word after `python -m train`."""
+"""Name to recipe. The name is the first word after `mupax train`."""

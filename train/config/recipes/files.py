@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+import shlex
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mupax.buckets import path_of
@@ -14,7 +16,7 @@ from mupax.train.config.run import Config
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
-_OF_ONE_RUN = ("workdir", "resume", "resume_change")
+_OF_ONE_RUN = ("workdir", "resume", "resume_change", "resume_from")
 """Fields that a run's record has and its repetition does not take."""
 
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
@@ -24,7 +26,8 @@ def recipe(path: str) -> Callable[[], Config]:
     """What makes the config of a file, as a recipe does.
 
     The file holds fields as `--print-config` prints them, or a run's config.json, which has them under `config`; workdir and
-    resume of that are left out. Fields that it leaves out are those of its `recipe`. `model` may be a name of `python -m zoo`.
+    resume of that are left out. Fields that it leaves out are those of its `recipe`. `model` may be a name of `mupax zoo`.
+    `data.mix` and `data.evaluate` may be lists of the words that their flags take, or maps from names to sources.
 
     Args:
         path: of the file, on a disk or in a bucket.
@@ -41,11 +44,30 @@ def recipe(path: str) -> Callable[[], Config]:
 
     def load() -> Config:
         try:
-            return from_json(_over(_start(fields), fields))
+            return from_json(_over(_start(fields), _with_named_sources(fields)))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
     load.__doc__ = f"The config of {path}."
+    return load
+
+
+def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
+    """Return what makes the config that a run recorded, to go on with: without where it was and from which step it went on.
+
+    Args:
+        fields: the record's `config`.
+        path: of the record, for a message.
+    """
+    left_out = (*_OF_ONE_RUN, "distributed")
+
+    def load() -> Config:
+        try:
+            return from_json({name: value for name, value in fields.items() if name not in left_out})
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    load.__doc__ = f"Go on with the run of {path}."
     return load
 
 
@@ -60,7 +82,7 @@ def _read(path: str) -> dict[str, Any]:
         text = path_of(path).read_text()
         content = json.loads(text) if path.endswith(".json") else yaml.load(text, Loader)
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `--print-config > {path}` writes one") from None
+        raise ConfigError(f"{path}: no such file; `--print-config > {shlex.quote(path)}` writes one") from None
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read: {reason}") from None
@@ -86,6 +108,85 @@ def _start(fields: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(model, dict) and model.get("family", config["model"]["family"]) != config["model"]["family"]:
         del config["model"]
     return config
+
+
+def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Write data.mix and data.evaluate as the words that their flags take, and name the data `mix` where nothing else does.
+
+    Raises:
+        ConfigError: an entry of another form; the text names the key.
+    """
+    data = fields.get("data")
+    if not isinstance(data, dict):
+        return dict(fields)
+    data = dict(data)
+    if data.get("mix") is not None:
+        data["mix"] = [_mix_word(name, entry) for name, entry in _entries("data.mix", data["mix"])]
+        if data["mix"]:
+            data.setdefault("name", "mix")
+    if data.get("evaluate") is not None:
+        data["evaluate"] = [_evaluate_word(name, entry) for name, entry in _entries("data.evaluate", data["evaluate"])]
+    return {**fields, "data": data}
+
+
+def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and content of every source of a map, or of a list of words and of maps."""
+    if isinstance(value, dict):
+        yield from value.items()
+        return
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{key} is {value!r:.60}; write a list of NAME=SOURCE words, or a map from names to sources")
+    for item in value:
+        if isinstance(item, str):
+            name, _, entry = item.partition("=")
+            yield name, entry
+        elif isinstance(item, dict) and "name" in item:
+            yield item["name"], {field: content for field, content in item.items() if field != "name"}
+        elif isinstance(item, dict):
+            yield from item.items()
+        else:
+            raise ConfigError(f"{key} has the entry {item!r:.60}; write NAME=SOURCE, or a map with one name")
+
+
+def _mix_word(name: Any, entry: Any) -> str:
+    """Return NAME=SOURCE:WEIGHT for a text of a mixture, which is SOURCE:WEIGHT or a map of source and weight."""
+    key = f"data.mix {name}"
+    if isinstance(entry, dict):
+        _check_names(key, entry, ("source", "weight"))
+        weight = entry.get("weight")
+        if type(weight) not in (int, float):
+            raise ConfigError(f"{key}.weight is {weight!r:.60}; write a number above 0, such as 0.3")
+        entry = f"{_source(f'{key}.source', entry.get('source'))}:{weight!r}"
+    source, _, weight_text = _source(key, entry).rpartition(":")
+    try:
+        float(weight_text)
+    except ValueError:
+        source = ""
+    if not source:
+        raise ConfigError(f"{key} is {entry!r:.60}, without a weight; write SOURCE:WEIGHT, such as {entry}:0.3")
+    return f"{name}={entry}"
+
+
+def _evaluate_word(name: Any, entry: Any) -> str:
+    """Return NAME=SOURCE for an evaluation set, which is a source or a map that has it."""
+    key = f"data.evaluate {name}"
+    if isinstance(entry, dict):
+        _check_names(key, entry, ("source",))
+        key, entry = f"{key}.source", entry.get("source")
+    return f"{name}={_source(key, entry)}"
+
+
+def _source(key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{key} is {value!r:.60}; write a source that --data.name takes, such as text:FOLDER")
+    return value
+
+
+def _check_names(key: str, entry: Mapping[Any, Any], names: tuple[str, ...]) -> None:
+    for name in entry:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1, cutoff=0)[0]
+            raise ConfigError(f"{key} has no field {name}; did you mean {near}?")
 
 
 def _over(start: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import gzip
 import io
 import json
 import lzma
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -231,7 +232,7 @@ def _advice(text_fields: list[str]) -> str:
     if not text_fields:
         return "repair or remove it"
     more = f" (or {', '.join(text_fields[1:_LISTED])})" if text_fields[1:] else ""
-    return f"write --data.field {text_fields[0]}{more}"
+    return f"write --data.field {shlex.quote(text_fields[0])}{more}"
 
 
 def _unmarked(content: bytes) -> bytes:

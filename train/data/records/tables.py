@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -51,7 +52,7 @@ class Table:
         texts = [name for name, column in columns.items() if self.holds(column)]
         if self.field not in texts:
             kind = f"{self.kind} but {columns[self.field]} in" if self.field in columns else "column"
-            advice = f"write --data.field {texts[0]}" if texts else f"its columns are {', '.join(columns)}"
+            advice = f"write --data.field {shlex.quote(texts[0])}" if texts else f"its columns are {', '.join(columns)}"
             more = f" (or {', '.join(texts[1:])})" if texts[1:] else ""
             raise DataError(f"{self.path} has no {kind} {self.field!r}; {advice}{more}")
 

@@ -157,7 +157,9 @@ def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
             f"{config.name} has no chat template; write one in jinja2, and its file as --data.chat-template FILE"
         )
     field = FIELD if config.field == type(config).field else config.field
-    files = user_files.files(path_of(config.name.partition(":")[2]), "chat", field, None, note)
+    path = path_of(config.name.partition(":")[2])
+    skip_broken = config.on_broken == "skip"
+    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken)
     key = cache.digest(corpus.stat_digest(files.every()), field, template.source, *map(str, template.tokens.items()))
     return TrainingTexts(f"chat-{key}", lambda: _written(template, splits.sides(files)), template.special_tokens)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import time
@@ -41,13 +42,28 @@ def rewriter(program: Program, ids: SpecialIds, params: Arrays, inputs: StepInpu
 
 
 def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
-    """Writes what the model makes of the prompt; 0 when done.
+    """Write what the model makes of the prompt. Return 0.
 
     Args:
         args: `Generate`, the flags of the command.
-        run: whose weights.
-        tokenizer: of its data.
-        sampling: how tokens are drawn.
+
+    Raises:
+        DecodingError: as `texts`.
+    """
+    if args.prompt == "-":
+        args = dataclasses.replace(args, prompt=sys.stdin.read().removesuffix("\n"))
+    for number, text in enumerate(texts(args, run, tokenizer, sampling), start=1):
+        if args.samples > 1:
+            print(f"--- sample {number}")
+        print(text)
+    return 0
+
+
+def texts(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> list[str]:
+    """Return what the model makes of a prompt, a text per sample. What it took goes to standard error.
+
+    Args:
+        args: has prompt, tokens, samples, beams, seed and workdir, as the command's flags.
 
     Raises:
         DecodingError: the prompt is longer than the model's inputs, or beams with a temperature.
@@ -57,8 +73,7 @@ def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
     began, config = time.monotonic(), run.config
     sizes, noise = config.model.sizes(), noise_of(config.data)
     ids = special_ids(tokenizer, noise.sentinels(noise.lengths(sizes["source"]).tokens), sizes["vocab"])
-    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
-    prompt = _prompt(text, tokenizer, ids, bos=noise.name == "infilling")
+    prompt = _prompt(args.prompt, tokenizer, ids, bos=noise.name == "infilling")
     if len(prompt) > sizes["source"]:
         raise DecodingError(
             f"the prompt is {len(prompt)} tokens, and the model reads {sizes['source']}; write a shorter one"
@@ -70,14 +85,13 @@ def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
     params = run.params(program.abstract)
     writer = rewriter(program, ids, params, program.step_inputs(), sampling=sampling, beams=args.beams)
     rows = writer.write(inputs, mask, min(args.tokens, sizes["position"]), args.seed)
-    for number, row in enumerate(rows, start=1):
+    written: list[str] = []
+    for row in rows:
         tokens = restored(prompt, row, ids) if noise.name == "sentinels" else row.tolist()
-        if args.samples > 1:
-            print(f"--- sample {number}")
-        print(tokenizer.decode([i for i in tokens if i not in ids.names() and i < tokenizer.vocab_size]))
+        written.append(tokenizer.decode([i for i in tokens if i not in ids.names() and i < tokenizer.vocab_size]))
     count, seconds = sum(map(len, rows)), time.monotonic() - began
     terminal.note(f"{pretrained.described(run, args.workdir)}: {count:,} tokens in {seconds:.1f} s")
-    return 0
+    return written
 
 
 def _prompt(text: str, tokenizer: Any, ids: SpecialIds, *, bos: bool) -> np.ndarray:

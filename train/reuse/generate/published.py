@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -22,13 +23,28 @@ if TYPE_CHECKING:
 
 
 def main(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> int:
-    """Writes what the model makes of the prompt, as `transformers` does with the same tokens forced; 0 when done.
+    """Write what the model makes of the prompt, as `transformers` does with the same tokens forced. Return 0.
 
     Args:
         args: `Generate`, the flags of the command.
-        run: the weights.
-        tokenizer: that lies beside them.
-        sampling: how tokens are drawn.
+
+    Raises:
+        TextIdsError, DecodingError: as `texts`.
+    """
+    if args.prompt == "-":
+        args = dataclasses.replace(args, prompt=sys.stdin.read().removesuffix("\n"))
+    for number, text in enumerate(texts(args, run, tokenizer, sampling), start=1):
+        if args.samples > 1:
+            print(f"--- sample {number}")
+        print(text)
+    return 0
+
+
+def texts(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> list[str]:
+    """Return what the model makes of a prompt, a text per sample. What it took goes to standard error.
+
+    Args:
+        args: has prompt, tokens, samples, beams, seed and workdir, as the command's flags.
 
     Raises:
         TextIdsError: the files do not say what starts or ends a text.
@@ -40,9 +56,8 @@ def main(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> int:
     ids = text_ids.of(
         fields.get("text_ids", {}) if imported else text_ids.recorded(folder, fields), folder, sizes["vocab"]
     )
-    text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     end = np.array([ids.end]) if isinstance(tokenizer, Bytes) else tokenizer.end
-    encoded = tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
+    encoded = tokenizer.encode([args.prompt.encode("utf-8", "surrogateescape")])[0]
     prompt = np.concatenate([tokenizer.start, encoded, end]).astype(np.int32)
     check_known(prompt, run)
     if not 0 < len(prompt) <= sizes["source"]:
@@ -59,10 +74,10 @@ def main(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> int:
         sampling=sampling, beams=args.beams,
     )  # fmt: skip
     rows = writer.write(inputs, mask, min(args.tokens, sizes["position"]), args.seed)
-    for number, row in enumerate(rows, start=1):
-        if args.samples > 1:
-            print(f"--- sample {number}")
-        print(tokenizer.decode([i for i in row.tolist() if i not in ids[:3] and i < tokenizer.vocab_size]))
+    written: list[str] = []
+    for row in rows:
+        tokens = [i for i in row.tolist() if i not in ids[:3] and i < tokenizer.vocab_size]
+        written.append(tokenizer.decode(tokens))
     count, seconds = sum(map(len, rows)), time.monotonic() - began
     terminal.note(f"{pretrained.described(run, args.workdir)}: {count:,} tokens in {seconds:.1f} s")
-    return 0
+    return written

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.train.config.record import model_from_json, model_to_json, words
+from mupax.train.config.record import model_from_json, model_to_json
 from mupax.train.config.run import Config, InitConfig
 from mupax.zoo import configs
 
@@ -75,14 +76,12 @@ def main(argv: Sequence[str]) -> int:
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
     init_from.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
     difference = f"differ by at most {abs(was - now).max():.2g}, the largest being {abs(was).max():.3g}"
-    flags = words(after)
-    recipe = " ".join([after.recipe, *(["(and the run's flags)"] if flags is None else flags)])
     for line in (
         f"logits of {EXAMPLES} {examples} {difference}",
         f"step {step} of {args.checkpoint} is in {args.out}, {other.definition.count():,} parameters; go on with",
     ):
         console.print(line, highlight=False)
-    print(terminal.command(f"python -m train {recipe} --workdir {args.out} --resume"))
+    print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= after.steps:
         console.print(f"which has {after.steps} steps, all done: add --steps N, of more than {step}", highlight=False)
     return 0

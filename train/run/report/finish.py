@@ -60,8 +60,9 @@ def leave(session: Session, params: Arrays) -> None:
         return
     references, curve = data.references(), folder / "loss.png"
     title = f"{config.recipe}: {count:,} parameters, {program.preset.name}"
+    sets = {name: one.bytes_per_token for name, one in session.sets.items()}
     with _extra(rt, "loss.png"):
-        report.loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token)
+        report.loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token, sets=sets)
     facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {relative}"}
     facts |= {"stopped early": session.evaluations.stopped} if session.evaluations.stopped else {}
     with _extra(rt, "the summary"):
@@ -73,7 +74,7 @@ def leave(session: Session, params: Arrays) -> None:
             facts={**facts, **session.speed},
             references=references,
             bytes_per_token=data.bytes_per_token,
-            sets={name: each.bytes_per_token for name, each in session.sets.items()},
+            sets=sets,
             files=[rt.folder / file.relative_to(folder).as_posix() for file in (*files, curve, folder / "config.json")],
             then=_use(config, data, report.relative(rt.folder)),
         )

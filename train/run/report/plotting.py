@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # From Okabe and Ito's palette: told apart by colour-blind readers.
 BLUE, ORANGE = "#0072B2", "#D55E00"
 GREY, INK = "#6E6E6E", "#222222"
+MORE = (("#009E73", "s"), ("#CC79A7", "^"), ("#56B4E9", "D"), ("#E69F00", "v"), ("#000000", "X"))
+"""Colours and markers of further lines in one panel; a sixth line has those of the first again."""
 LOG_STEPS = 100
 """Runs of at least so many steps are drawn over log(step); on a linear axis the first drop is all there is to see."""
 

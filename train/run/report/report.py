@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.console import Console, Group
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from mupax.train.data.interface import Reference
 
+_LONGEST_NAME = 28
+"""Characters of an evaluation set's name in a picture."""
+
 
 def loss_plot(
     metrics_path: Path | str,
@@ -31,6 +35,7 @@ def loss_plot(
     title: str = "",
     *,
     bytes_per_token: float | None = 1.0,
+    sets: Mapping[str, float | None] | None = None,
 ) -> None:
     """Draw the training loss, the evaluations and the reference models over steps.
 
@@ -43,6 +48,7 @@ def loss_plot(
         references: drawn as horizontal lines in the panel of their unit.
         title: shown above the panels.
         bytes_per_token: mean bytes of text per token; divides a language model's losses; None: they are per target.
+        sets: further evaluation sets by name, each with its own bytes per token. Each is a line of its own.
 
     Raises:
         metrics.MetricsError: the file has no rows, or a line of it is not a metrics row.
@@ -55,7 +61,11 @@ def loss_plot(
     steps, losses = _series(rows, "loss", scale)
     accuracies = _series(rows, "eval_accuracy", 0.01)
     panels = 2 if unit == "images" and accuracies[0].size else 1
-    figure = Figure(figsize=(7.6, 4.4 if panels == 1 else 6.2), dpi=150, layout="constrained")
+    further_losses = [_further(rows, name, "loss", *_scale(unit, each), per) for name, each in (sets or {}).items()]
+    further_accuracies = [_further(rows, name, "accuracy", 0.01, "", "") for name in sets or {}]
+    # Names stand in the right margin: beyond eight they need more height than a panel has.
+    height = (4.4 if panels == 1 else 6.2) + 0.27 * panels * max(0, len(further_losses) - 8)
+    figure = Figure(figsize=(7.6, height), dpi=150, layout="constrained")
     upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
     for axes in (upper, *lower):
         plotting.style(axes, min(row["step"] for row in rows), max(row["step"] for row in rows))
@@ -67,14 +77,16 @@ def loss_plot(
     evaluations = _series(rows, "eval_loss", scale)
     extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
     around = np.array([*smooth, *extremes])
-    _evaluations(upper, evaluations, lines, "{:.3f}", gap=0.06 * panels**0.5, log=True, around=around)
+    gap = 0.06 * panels**0.5 * (4.4 if panels == 1 else 6.2) / height
+    _evaluations(upper, evaluations, lines, "{:.3f}", gap=gap, log=True, around=around, further=further_losses)
     above = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1)}  # where no line runs
     upper.legend(**above, ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9)
     for axes in lower:
         axes.set_ylabel("accuracy (%)", color=plotting.INK)
         smooth = _training(axes, *_series(rows, "accuracy", 0.01))
         lines = [(100 * r.value, f"{r.name} {100 * r.value:.2f}") for r in references if r.unit == "accuracy"]
-        _evaluations(axes, accuracies, lines, "{:.2f}", gap=0.085, log=False, around=smooth)
+        gap = 0.085 * 6.2 / height
+        _evaluations(axes, accuracies, lines, "{:.2f}", gap=gap, log=False, around=smooth, further=further_accuracies)
     per_step = {row[unit] for row in rows if unit in row}
     each = f" ({per_step.pop():,} {unit} each)" if len(per_step) == 1 else ""
     (upper, *lower)[-1].set_xlabel(f"optimizer step{each}", color=plotting.INK)
@@ -142,10 +154,10 @@ def summary(
         below.add_row(label, Text(line))
     if files:
         below.add_row("files", Text("\n".join(map(relative, files))))
-    if then:
-        below.add_row("next", Text(then))
     heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
     console.print(Panel(Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False))
+    if then:  # below the panel and in one line, whose frame and line breaks would be copied with the command
+        console.print(Text.assemble(("next  ", "dim"), then), soft_wrap=True)
 
 
 def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:
@@ -171,6 +183,24 @@ def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> 
     return np.array([step for step, _ in points]), np.array([value for _, value in points], np.float64)
 
 
+class _Further(NamedTuple):
+    """Evaluations of a further set, as a line of a panel."""
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+    unit: str
+    """Unit of the values where it is not that of the panel; else empty."""
+
+
+def _further(
+    rows: Sequence[Mapping[str, Any]], name: str, measure: str, scale: float, unit: str, panel_unit: str
+) -> _Further:
+    """Return the line of a further evaluation set; a long name is cut, so that it fits into the margin."""
+    short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+    return _Further(short, *_series(rows, f"eval/{name}/{measure}", scale), unit if unit != panel_unit else "")
+
+
 def _training(axes: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Every step in a light line and their smoothed course, which is returned."""
     smooth = plotting.smoothed(values)
@@ -188,15 +218,21 @@ def _evaluations(
     gap: float,
     log: bool,
     around: np.ndarray,
+    further: Sequence[_Further] = (),
 ) -> None:
     """Evaluations and reference lines, named in the right margin. Sets the limits of y to hold them and `around`."""
     steps, values = points
-    inside = [values, [value for value, _ in lines], around]
+    inside = [values, [value for value, _ in lines], around, *(line.values for line in further)]
     axes.plot(steps, values, color=plotting.ORANGE, marker="o", markersize=3.5, linewidth=1.2, label="evaluation")
     for value, _ in lines:
         axes.axhline(value, color=plotting.GREY, linestyle=(0, (5, 3)), linewidth=1.0, zorder=1)
     plotting.limits(axes, np.concatenate(inside), log=log)
     labels = [(value, text, plotting.GREY) for value, text in lines]
+    for line, (colour, marker) in zip(further, itertools.cycle(plotting.MORE), strict=False):
+        axes.plot(line.steps, line.values, color=colour, marker=marker, markersize=3.5, linewidth=1.2, zorder=1.9)
+        if line.values.size and math.isfinite(line.values[-1]):
+            text = f"{line.name} {form.format(line.values[-1])} {line.unit}".rstrip()
+            labels.append((float(line.values[-1]), text, colour))
     if values.size and math.isfinite(values[-1]):
         labels.append((float(values[-1]), f"evaluation {form.format(values[-1])}", plotting.ORANGE))
     plotting.margin_labels(axes, labels, gap)

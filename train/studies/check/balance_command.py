@@ -1,8 +1,9 @@
-"""`python -m train balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule."""
+"""`mupax train balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule."""
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,6 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import UsageError
 from mupax.train.config import cli
-from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 from mupax.zoo import configs
 
@@ -31,13 +31,13 @@ class Balance:
 
     By the feature speed formula (Chizat and Netrapalli 2023, 2311.18718): measures cos θ and the four desiderata of every
     block at initialization, derives the learning rates and the output scale that satisfy them, and writes them as a preset
-    that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `python -m zoo` gets
+    that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `mupax zoo` gets
     random inputs, Adam and sp. The preset gives initialization, multipliers, eps and decay, and the rates to compare with.
     The recipe's flags --model.*, --preset.*, --optimizer.*, --data.* and --seed work here too.
     """
 
-    name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE")]
-    """A recipe, or a model of `python -m zoo`."""
+    name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")]
+    """A recipe, a config file (also `--config FILE`), or a model of `mupax zoo`."""
     out: Annotated[Path, conf.arg(metavar="PATH.json")]
     """Where to write the measured preset."""
     optimizer: Annotated[str | None, conf.arg(metavar="NAME")] = None
@@ -46,7 +46,7 @@ class Balance:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, derives, writes, measures again; 0 when done; raises as `configured`."""
-    args, rest = command_line.parse_known(Balance, "python -m train balance", argv)
+    args, rest = command_line.parse_known(Balance, "mupax train balance", cli.with_file_first(argv))
     config = configured(args, rest)
     import jax
 
@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
     again = presets.get(f"measured:{args.out}")
     before, after = jax.device_get(balance.desiderata(model, batch, config.optimizer, reference, again, **start))
     _show(before, after, table, reference.describe())
-    console.print(f"written to {args.out}; use it with --preset measured:{args.out} --preset.base None", soft_wrap=True)
+    flags = shlex.join(["--preset", f"measured:{args.out}", "--preset.base", "None"])
+    terminal.say(f"written to {args.out}; use it with {flags}")
     return 0
 
 
@@ -98,8 +99,9 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
             steps=1,
         )
 
+    start = cli.recipe(args.name) if cli.is_recipe(args.name) else bare
     chosen = ["--optimizer.name", args.optimizer] if args.optimizer else []
-    config = cli.parse(f"balance {args.name}", RECIPES.get(args.name, bare), [*rest, *chosen]).config
+    config = cli.parse(f"balance {args.name}", start, [*rest, *chosen]).config
     if config.data.document_mask:
         raise configs.ConfigError(
             "balance measures windows whose tokens see all before them; leave data.document_mask out"
@@ -118,7 +120,7 @@ def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
     from mupax.train import data
     from mupax.train.studies.check import check
 
-    if name not in RECIPES:
+    if not cli.is_recipe(name):
         return check.batch(config.model)
     return data.load(config.data, config.model, seed=config.data_seed, note=console.print).train_batch(0)
 

@@ -1,4 +1,4 @@
-"""`python -m train check MODEL|RECIPE`: measure what a preset does as one size grows, hold it against theory, and judge the theory."""
+"""`mupax train check MODEL|RECIPE`: measure what a preset does as one size grows, hold it against theory, and judge the theory."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Check(ConstantFlags):
     on gradients of signal and noise, and --optimizer.*, --steps, --data.batch-size, --preset.base and --joint are those of the run.
     """
 
-    model: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE")] = "lm-proxy"
-    """A model of `python -m zoo` or a recipe, for its structure."""
+    model: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")] = "lm-proxy"
+    """A model of `mupax zoo`, a recipe or a config file (also `--config FILE`), for its structure."""
     preset: Annotated[str | None, conf.arg(aliases=("--preset.name",), metavar="NAME")] = None
-    """A preset of `python -m presets`; the recipe's, or mup for a model."""
+    """A preset of `mupax presets`; the recipe's, or mup for a model."""
     grow: Literal[
         "head_dim",
         "heads",
@@ -73,14 +73,14 @@ class Check(ConstantFlags):
     figure: Annotated[str | None, conf.arg(metavar="PATH")] = None
     """Draw every observable against size (PNG)."""
     desiderata: Switch = False
-    """Which dimensions can be scaled, by mapping of a block at the first step under SGD, beside `python -m presets desiderata`."""
+    """Which dimensions can be scaled, by mapping of a block at the first step under SGD, beside `mupax presets desiderata`."""
     dry_run: Switch = False
     """Print the sizes and what theory expects; measure nothing."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures, judges, prints, writes: 0 when the program does what the table says and the table is good, 1 when one is not."""
-    args, rest = command_line.parse_known(Check, "python -m train check", with_group_constants(argv))
+    args, rest = command_line.parse_known(Check, "mupax train check", with_group_constants(cli.with_file_first(argv)))
     config = configured(args, rest)
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
@@ -147,7 +147,7 @@ def _joint_rule(args: Check, config: Config) -> int:
     from mupax.train.config import joint
     from mupax.train.studies.check import joint_run
 
-    if args.model not in RECIPES:
+    if not cli.is_recipe(args.model):
         raise configs.ConfigError(
             f"--grow {args.grow} is of a run, whose batch, steps and optimizer are the base, and {args.model} is a model; "
             f"write a recipe, such as lm-tiny --model {args.model}"
@@ -210,11 +210,11 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
         UsageError: a flag that a check does not read.
         ConfigError: no recipe or model has the name, or a model that cannot be built.
     """
-    if args.model not in RECIPES and args.model not in configs.CONFIGS:
+    if not cli.is_recipe(args.model) and args.model not in configs.CONFIGS:
         near = difflib.get_close_matches(args.model, [*configs.CONFIGS, *RECIPES], n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise configs.ConfigError(
-            f"no model or recipe is named {args.model!r}; {hint}`python -m zoo` and `python -m train` list them"
+            f"no model or recipe is named {args.model!r}; {hint}`mupax zoo` and `mupax train` list them"
         )
     for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
         of_run = flag.startswith(("--preset.", "--optimizer.", "--data.")) or flag in (
@@ -237,7 +237,8 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
             recipe=args.model, model=model, data=data, preset=preset, optimizer=OptimizerConfig(name="adam"), steps=1
         )
 
-    config = cli.parse(f"check {args.model}", RECIPES.get(args.model, bare), rest, command_line.flags(Check)).config
+    start = cli.recipe(args.model) if cli.is_recipe(args.model) else bare
+    config = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check)).config
     constants = tuple(f"{name}={value}" for name, value in args.values().items())
     start, of_run = config.preset, {name: getattr(config.preset, name) for name in ("base", "joint", "noise_scale")}
     if args.preset is not None:

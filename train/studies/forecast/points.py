@@ -16,7 +16,7 @@ import numpy as np
 from mupax import disk
 from mupax.errors import MupaxError
 from mupax.train.config import cli
-from mupax.train.config.record import differences, to_json
+from mupax.train.config.record import differences, to_json, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows
 from mupax.train.studies.transfer.fit import Curve
@@ -120,7 +120,7 @@ def load(folders: Sequence[Path]) -> list[Points]:
     for folder in folders:
         if not (folder / FILE_NAME).is_file():
             raise PointsError(
-                f"{folder} has no {FILE_NAME}; write the folder of `python -m train transfer` or `sweep` (--out)"
+                f"{folder} has no {FILE_NAME}; write the folder of `mupax train transfer` or `sweep` (--out)"
             )
         rows = Rows(folder)
         of_folder = _of_study(folder, rows) if (folder / "transfer.json").is_file() else _of_commands(folder, rows)
@@ -208,7 +208,7 @@ def _of_commands(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, C
 
     parsed: dict[str, Config] = {}
     for row in rows.values():
-        words, numbers = _split(shlex.split(row.command)[3:])
+        words, numbers = _split(words_of(row.command))
         if not words:
             continue
         if (text := shlex.join(words)) not in parsed:

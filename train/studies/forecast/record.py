@@ -11,7 +11,7 @@ from typing import Any
 
 from mupax import __version__, disk
 from mupax.errors import MupaxError
-from mupax.train.config.record import from_json, to_json, words
+from mupax.train.config.record import command_of, from_json, to_json
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.fitted import Law, parameters
 from mupax.train.studies.forecast.points import METRICS
@@ -24,16 +24,6 @@ SOURCES = "Hoffmann et al. 2022 (2203.15556), approach 3; McCandlish et al. 2018
 
 class ForecastError(MupaxError):
     """A file that is no forecast, or not as it was written. The text says which."""
-
-
-def command_of(config: Config) -> str:
-    """What trains the run; "" where no recipe has its name.
-
-    Args:
-        config: of the run.
-    """
-    flags = words(config)
-    return "" if flags is None else " ".join(["python -m train", config.recipe, *flags])
 
 
 def forecast(law: Law, prediction: Prediction, what: str) -> dict[str, Any]:
@@ -110,9 +100,7 @@ def read(path: Path) -> dict[str, Any]:
     content = disk.read_json(path)
     content = content.get("forecast", content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ForecastError(
-            f"{path} is no forecast; write what `python -m train transfer --predict` or `plan --out` wrote"
-        )
+        raise ForecastError(f"{path} is no forecast; write what `mupax train transfer --predict` or `plan --out` wrote")
     if digest(content) != content["digest"]:
         raise ForecastError(f"{path} is not as it was written: its digest is of other content; make a forecast anew")
     return content

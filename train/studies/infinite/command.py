@@ -1,4 +1,4 @@
-"""`python -m presets dynamics`: the infinite model's own loss curve, kernels and attention, and finite models of our own step beside it."""
+"""`mupax presets dynamics`: the infinite model's own loss curve, kernels and attention, and finite models of our own step beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from mupax.command_line import Switch
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least
 from mupax.train.config.preset import with_group_constants
-from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.infinite import course, setup
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
     from mupax.train.studies.infinite.course import Course
 
-PROG = "python -m presets dynamics"
+PROG = "mupax presets dynamics"
 MATRICES = 22
 """Vectors of a block that are recorded for each direction: of queries, keys and values 1 + 9, of the other three 4 each."""
 
@@ -38,8 +37,9 @@ class Dynamics:
     --optimizer.* and --seed are those of the recipe.
     """
 
-    model: Annotated[str, conf.arg(metavar="MODEL|RECIPE")] = "bordelon-vit"
-    """A vision transformer of `python -m zoo` without gains and biases, or a recipe that trains one; its heads grow to --heads."""
+    model: Annotated[str, conf.arg(metavar="MODEL|RECIPE|FILE")] = "bordelon-vit"
+    """A vision transformer of `mupax zoo` without gains and biases, a recipe, or a config file (also `--config FILE`); its heads grow
+    to --heads."""
     steps: Annotated[int, conf.arg(metavar="N")] = 8
     """Steps of SGD, all on the same images."""
     images: Annotated[int, conf.arg(metavar="N")] = 2
@@ -68,12 +68,13 @@ class Dynamics:
 
 def main(argv: Sequence[str]) -> int:
     """Trains, prints, draws, writes: the exit code 0."""
-    args, rest = command_line.parse_known(Dynamics, PROG, with_group_constants(argv))
-    recipe = args.model if args.model in RECIPES else "bordelon-vit"
-    words = rest if args.model in RECIPES else ["--model", args.model, *rest]
+    args, rest = command_line.parse_known(Dynamics, PROG, with_group_constants(_with_model_flag(argv)))
+    named = cli.is_recipe(args.model)
+    recipe = args.model if named else "bordelon-vit"
+    words = rest if named else ["--model", args.model, *rest]
     if recipe == "bordelon-vit" and not any(word.startswith("--data.name") for word in words):
         words = [*words, "--data.name", "shapes"]
-    config = cli.parse(recipe, RECIPES[recipe], words, command_line.flags(Dynamics)).config
+    config = cli.parse(recipe, cli.recipe(recipe), words, command_line.flags(Dynamics)).config
     config = dataclasses.replace(config, steps=args.steps)
     setup.check(config)
     wide = setup.with_heads(config, args.heads)
@@ -100,6 +101,12 @@ def main(argv: Sequence[str]) -> int:
     if args.figure:
         picture(limit, nets, f"{args.model}, N = {model.heads_dim}, L = {model.depth}").savefig(args.figure)
     return 0
+
+
+def _with_model_flag(argv: Sequence[str]) -> list[str]:
+    """Return a command line with `--model PATH` for `--config PATH`."""
+    words = cli.with_file_first(argv)
+    return ["--model", *words] if words and cli.is_file(words[0]) else words
 
 
 def mean(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

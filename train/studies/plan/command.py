@@ -1,4 +1,4 @@
-"""`python -m train plan RECIPE --tokens 10b --from FOLDER`: a run's whole config, its cost and its loss, before it is run."""
+"""`mupax train plan RECIPE --tokens 10b --from FOLDER`: a run's whole config, its cost and its loss, before it is run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mupax import command_line, disk, terminal
+from mupax.train.config import cli
 from mupax.train.studies.plan.flags import Plan
 
-PROG = "python -m train plan"
+PROG = "mupax train plan"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
         return score.main(argv[1:])
     from mupax.train.studies.plan import run
 
-    args, rest = command_line.parse_known(Plan, PROG, run.with_name(argv))
+    args, rest = command_line.parse_known(Plan, PROG, run.with_name(cli.with_file_first(argv)))
     if args.chips:
         from mupax.train.pods import topology
 
@@ -59,6 +60,6 @@ def main(argv: Sequence[str]) -> int:
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         disk.write_whole(args.out, json.dumps(content, indent=1) + "\n")
-        again = f"; {PROG} score {args.out} WORKDIR holds it against what came" if forecast else ""
+        again = f"; `{PROG} score {shlex.quote(str(args.out))} WORKDIR` holds it against what came" if forecast else ""
         terminal.say(f"plan in {args.out}{again}")
     return 0 if costs.fits else 1

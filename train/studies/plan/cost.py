@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mupax.terminal import gib
 from mupax.train.config import cli
+from mupax.train.config.record import command_of, words_of
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast import record
 from mupax.train.studies.forecast.points import Points
 from mupax.train.studies.plan import ranges
 from mupax.zoo import flops
@@ -209,8 +209,7 @@ def _time(config: Config, args: Plan, step: float, source: str, count: int, band
 
 def _with_flags(config: Config, flags: Sequence[str]) -> Config:
     """The run with flags of a mesh, put behind those that make it."""
-    words = record.command_of(config)
-    argv = shlex.split(words)[4:]
+    argv = words_of(command_of(config))[1:]
     return dataclasses.replace(
         cli.parse(config.recipe, cli.recipe(config.recipe), [*argv, *flags]).config, workdir=None
     )

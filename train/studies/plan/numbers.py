@@ -9,6 +9,7 @@ from typing import Any
 
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import joint
+from mupax.train.config.record import command_of
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
 from mupax.train.studies.forecast.fitted import Law, NoLaw, fitted
@@ -162,5 +163,5 @@ def rows(config: Config, learnt: Learnt, source: str) -> list[Line]:
 
 
 def command(config: Config) -> str:
-    """What trains the run."""
-    return record.command_of(config) or "(no recipe has its name)"
+    """Return the command that trains the run."""
+    return command_of(config) or "(no recipe has its name)"

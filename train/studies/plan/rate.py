@@ -125,7 +125,7 @@ def horizons(config: Config, setting: Setting, log2_lr: float) -> list[str]:
     listed = ", ".join(f"{name} 2^{rate:.1f}" for name, rate in sorted(rates.items(), key=lambda pair: pair[1]))
     return [
         f"published rules contradict each other at {ratios['tokens']:.3g} times the tokens and {ratios['batch']:.3g} times the batch "
-        f"of the largest row, whose best rate is 2^{log2_lr:.1f}: {listed} (`python -m presets joint`)"
+        f"of the largest row, whose best rate is 2^{log2_lr:.1f}: {listed} (`mupax presets joint`)"
     ]
 
 

@@ -1,4 +1,4 @@
-"""`python -m train roles MODEL`: what every parameter is, found in the loss, and whether it is what its declaration says."""
+"""`mupax train roles MODEL`: what every parameter is, found in the loss, and whether it is what its declaration says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Switch, UsageError
 from mupax.presets.roles import ParamSpec
-from mupax.train.config.recipes import RECIPES
+from mupax.train.config import cli
 from mupax.zoo import configs
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class Command:
     """Roles, axes and fan-in of every parameter, found in the loss without running it, and held against declarations.
 
-    A recipe, a model of `python -m zoo`, or MODULE:FUNCTION of one's own, which gets sizes and returns its parameters' shapes,
+    A recipe, a config file, a model of `mupax zoo`, or MODULE:FUNCTION of one's own, which gets sizes and returns its parameters' shapes,
     loss(params, batch) and the batch's shapes (docs/roles.md). What is not certain is refused by name, with what to write.
     Exit codes: 0 all is found and as declared, 1 something is refused or differs, 2 bad input.
     """
 
-    name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|MODULE:FUNCTION")]
+    name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE|MODULE:FUNCTION")]
     """What is traced."""
     sizes: Annotated[str | None, conf.arg(metavar="AXIS=SIZE,...")] = None
     """Sizes that a function of one's own is called with, by logical axis; each is doubled alone."""
@@ -41,7 +41,7 @@ class Command:
 
 def main(argv: Sequence[str]) -> int:
     """0 when all is found and as declared, 1 otherwise; raises UsageError and ConfigError for bad input."""
-    args = command_line.parse(Command, "python -m train roles", argv)
+    args = command_line.parse(Command, "mupax train roles", cli.with_file_first(argv))
     declared, roles, differing = (_own if ":" in args.name else _zoo)(args)
     if args.json:
         print(json.dumps(as_json(declared, roles, differing), indent=2))
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 def _zoo(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
     if args.sizes is not None:
         raise UsageError("--sizes is for a MODULE:FUNCTION; a model of the zoo has sizes of its own")
-    config = RECIPES[args.name]().model if args.name in RECIPES else configs.get(args.name)
+    config = cli.recipe(args.name)().model if cli.is_recipe(args.name) else configs.get(args.name)
     from mupax.train.studies.roles import models
 
     roles = models.roles_of_config(config)

@@ -1,4 +1,4 @@
-"""`python -m train sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command."""
+"""`mupax train sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Sweep:
 
     Points that differ in numbers alone (rate, decay, warm-up, seed, constants of the preset) are trained with one
     compilation; a size compiles once. Every point sees the same batches in the same order. The same command goes on where it
-    was stopped. What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
+    was stopped. What is not listed here is a flag of the recipe (`mupax train RECIPE --help`) and holds for every point.
     """
 
-    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
-    """A recipe of `python -m train --help`."""
+    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE")]
+    """A recipe of `mupax train --help`, or a config file; `--config FILE` says the same."""
     lr: Annotated[str | None, conf.arg(metavar="GRID")] = None
     """Peak rates: 2^-12:2^-4:9, or numbers with commas; the recipe's unless given."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 1
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError, ConfigError, PresetError: what does not fit, or more points than anyone means.
     """
-    args, rest = command_line.parse_known(Sweep, "python -m train sweep", argv)
+    args, rest = command_line.parse_known(Sweep, "mupax train sweep", cli.with_file_first(argv))
     grid = points(args, rest)
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         _dry_run(grid)
         return 0
     note_warmup(grid[0].config.steps, grid[0].config.scaled_optimizer.warmup_steps)
-    return _run(args, grid, shlex.join(["python", "-m", "train", "sweep", *argv]))
+    return _run(args, grid, shlex.join(["mupax", "train", "sweep", *argv]))
 
 
 def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
@@ -99,7 +99,7 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
         args: the sweep's flags.
         rest: flags of a run, for every point.
     """
-    recipe = cli.recipe(args.recipe)
+    recipe = cli.recipe_of_points(args.recipe)
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a sweep has --out in place of --workdir, and goes on by itself without --resume")
     axis, grown = sizes.parse(args.sizes) if args.sizes else ("", (0,))
@@ -152,7 +152,7 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import Table
 
-    folder, configs = Path(args.out or f"runs/sweep-{args.recipe}"), [point.config for point in grid]
+    folder, configs = Path(args.out or f"runs/sweep-{cli.name_of(args.recipe)}"), [point.config for point in grid]
     how, evaluated = args.how, not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
     with terminal.lasting(), StopRequest() as stop:
@@ -204,7 +204,7 @@ def _study(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], folder: Pa
                 )
     if args.save_tuned:
         path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command, args.judge)
-        terminal.say(f"tuned preset in {path}; use it with --preset {word}")
+        terminal.say(tuned.saved_message(path, word))
 
 
 def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[tuple[Measured, Analysis]]:

@@ -143,8 +143,7 @@ class Work:
             first = None if finite[:, place].all() else int(np.argmin(finite[:, place])) + 1
             loss, curve = summarized(np.where(finite[:, place], losses[:, place], np.inf))
             score = None if scores is None or first else float(scores[place])
-            words = record.words(program.config)
-            command = " ".join(["python -m train", program.config.recipe, *words]) if words is not None else ""
+            command = record.command_of(program.config)
             rows.append((i, Row(self.keys[i], command, loss, score, first, curve, steps, round(seconds, 3), how)))
         return rows
 

@@ -50,7 +50,7 @@ def report(
     if save:
         judged = [(one, analyse(one.study.sizes[:1], [one.curve(0)])) for one in measured if one.study.label == label]
         written, use = tuned.save(save, label, judged[:1], command)
-        terminal.say(f"saved {written}; train with --preset {use}")
+        terminal.say(tuned.saved_message(written, use))
     return int(any(size["log2_optimum"] is None for study in records for size in study["sizes"]))
 
 

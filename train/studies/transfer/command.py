@@ -1,4 +1,4 @@
-"""`python -m train transfer RECIPE --grow head_dim=16,32,64,128`: does the best learning rate stay as the model grows?"""
+"""`mupax train transfer RECIPE --grow head_dim=16,32,64,128`: does the best learning rate stay as the model grows?"""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mupax import command_line, terminal
+from mupax.train.config import cli
 from mupax.train.studies.transfer.flags import Transfer
 from mupax.train.studies.transfer.planned import label_of, parsed, planned, shared
 from mupax.zoo.configs import ConfigError
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Runs a study: 0 when done, 1 without a forecast that is asked for, 128 + its number stopped by a signal; raises as `execute`."""
-    args, rest = command_line.parse_known(Transfer, "python -m train transfer", argv)
-    return execute(args, rest, "python -m train transfer " + shlex.join(argv))
+    args, rest = command_line.parse_known(Transfer, "mupax train transfer", cli.with_file_first(argv))
+    return execute(args, rest, shlex.join(["mupax", "train", "transfer", *argv]))
 
 
 def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:
@@ -56,7 +57,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     from mupax.train.studies.sweep.work import Stopped
 
     console = terminal.console()
-    folder = args.out or Path("runs") / f"transfer-{args.recipe}"
+    folder = args.out or Path("runs") / f"transfer-{cli.name_of(args.recipe)}"
     folder.mkdir(parents=True, exist_ok=True)
     studies = shared(studies)
     if any(one.trained != one.configs for one in studies):
@@ -136,7 +137,7 @@ def _report(
     terminal.say(f"report in {report.write(folder, judged, control, about)}")
     if args.save_tuned:
         path, use = tuned.save(args.save_tuned, label, judged, command)
-        terminal.say(f"saved {path}; train with --preset {use}")
+        terminal.say(tuned.saved_message(path, use))
     if args.predict:
         from mupax.train.studies.forecast import of_study
 

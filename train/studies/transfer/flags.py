@@ -1,4 +1,4 @@
-"""Flags of `python -m train transfer`."""
+"""Flags of `mupax train transfer`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Transfer:
     doubling or --minutes of training end. The preset is relative to the smallest size unless --preset.base is given.
 
     FOLDER gets points.jsonl, transfer.json, transfer.html and a PNG per axis; the same command goes on where it was stopped.
-    What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
+    What is not listed here is a flag of the recipe (`mupax train RECIPE --help`) and holds for every point.
     """
 
-    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
-    """A recipe of `python -m train --help`."""
+    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE")]
+    """A recipe of `mupax train --help`, or a config file; `--config FILE` says the same."""
     grow: Annotated[Repeated, conf.arg(metavar="AXIS=N,N,...")]
     """What grows alone: head_dim, heads, width, depth, encoder_depth, mlp, kv_heads, batch (at the same tokens) or tokens; each is a study."""
     compare: Annotated[tuple[str, ...], conf.arg(metavar="PRESET ...")] = ()
@@ -47,7 +47,7 @@ class Transfer:
     predict: Annotated[Repeated, conf.arg(metavar="AXIS=N,...|RECIPE")] = ()
     """Forecast loss and best rate of a larger run, as head_dim=256 or depth=8,tokens=409600; written into FOLDER before it runs."""
     how: Literal["auto", "together", "in-turn"] = "auto"
-    """As `python -m train sweep`."""
+    """As `mupax train sweep`."""
     save_tuned: Annotated[str | None, conf.arg(metavar="NAME")] = None
     """Save the smallest size's best rate as --preset PRESET:NAME; NAME may be the path of a .json."""
 

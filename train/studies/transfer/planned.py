@@ -1,9 +1,8 @@
-"""The studies that a `python -m train transfer` asks for: every axis under every preset, and which of their points are one."""
+"""The studies that a `mupax train transfer` asks for: every axis under every preset, and which of their points are one."""
 
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from mupax.presets.papers import CONSTANT_FLAGS
 from mupax.presets.roles import RUN_AXES
 from mupax.train.config import cli, sizes
 from mupax.train.config.preset import preset_of
+from mupax.train.config.record import words_of
 from mupax.train.config.run import Config, PresetConfig
 from mupax.train.studies.transfer.flags import Transfer
 from mupax.zoo.configs import ConfigError
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mupax.train.studies.transfer.study import Study
 
-PROG = "python -m train transfer"
+PROG = "mupax train transfer"
 
 
 def replanned(command: str) -> list[Study]:
@@ -34,9 +34,10 @@ def replanned(command: str) -> list[Study]:
     Raises:
         UsageError, ConfigError, PresetError: it is no such command, or not one of this version.
     """
-    if not command.startswith(f"{PROG} "):
+    name, *argv = words_of(command) or [""]
+    if name != "transfer":
         raise command_line.UsageError(f"a recorded command is no `{PROG}`: {command[:60]}")
-    args, rest = command_line.parse_known(Transfer, PROG, shlex.split(command.removeprefix(PROG)))
+    args, rest = command_line.parse_known(Transfer, PROG, cli.with_file_first(argv))
     config, relative = parsed(args, rest)
     return planned(args, config.config, config.config.preset.base if relative else None)[0]
 
@@ -48,7 +49,7 @@ def parsed(args: Transfer, rest: Sequence[str]) -> tuple[cli.Command, bool]:
         args: flags of the command.
         rest: flags of the recipe.
     """
-    recipe = cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Transfer))
+    recipe = cli.parse(args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Transfer))
     relative = any(word.partition("=")[0] == "--preset.base" for word in rest)
     return dataclasses.replace(recipe, config=dataclasses.replace(recipe.config, workdir=None)), relative
 

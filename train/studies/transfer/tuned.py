@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import inspect
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,21 @@ def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any]
             "date": datetime.date.today().isoformat(),
         },
     )
-    path = Path(name) if name.endswith(".json") else find.OWN_FOLDER / f"{tuned.preset}.{name}.json"
+    path = Path(name).expanduser() if name.endswith(".json") else find.OWN_FOLDER / f"{tuned.preset}.{name}.json"
     find.save(tuned, path)
-    by_name = path.parent.resolve() in (find.FOLDER, find.OWN_FOLDER.resolve())
+    folders = (find.FOLDER, find.OWN_FOLDER, find.user_folder())
+    by_name = path.parent.resolve() in [folder.resolve() for folder in folders]
     return path, tuned.use if by_name else f"{tuned.preset}:{path}"
+
+
+def saved_message(path: Path, word: str) -> str:
+    """Return where a tuned preset was written, and what to type to use it here and from any folder.
+
+    Args:
+        path: file that `save` or `write` wrote.
+        word: what `--preset` takes.
+    """
+    text = f"tuned preset in {path.absolute()}; use it with --preset {shlex.quote(word)}"
+    if path.parent.resolve() != find.OWN_FOLDER.resolve():
+        return text
+    return f"{text} in this folder, or from any folder once the file lies in {find.user_folder()}"

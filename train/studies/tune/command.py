@@ -1,4 +1,4 @@
-"""`python -m train tune RECIPE --over lr,readout.lr,...`: the constants of a run that end lowest, found and confirmed."""
+"""`mupax train tune RECIPE --over lr,readout.lr,...`: the constants of a run that end lowest, found and confirmed."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Tune:
     small model, and give the tuned preset to the large one.
 
     FOLDER gets points.jsonl, tune.json and tune.png; the same command goes on where it was stopped.
-    What is not listed here is a flag of the recipe (`python -m train RECIPE --help`) and holds for every point.
+    What is not listed here is a flag of the recipe (`mupax train RECIPE --help`) and holds for every point.
     """
 
-    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE")]
-    """A recipe of `python -m train --help`."""
+    recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE")]
+    """A recipe of `mupax train --help`, or a config file; `--config FILE` says the same."""
     over: Annotated[Repeated, conf.arg(metavar="NAME,NAME=LOW:HIGH,...")]
     """What to search: lr, weight_decay, GROUP.lr, GROUP.std, GROUP.multiplier, GROUP.decay, attention.multiplier, gamma0, ..."""
     points: Annotated[int, conf.arg(metavar="N")] = 64
@@ -54,7 +54,7 @@ class Tune:
     minutes: Annotated[float, conf.arg(metavar="M")] = 45.0
     """Training time of all."""
     how: Literal["auto", "together", "in-turn"] = "auto"
-    """As `python -m train sweep`."""
+    """As `mupax train sweep`."""
     no_eval: Switch = False
     """Search the training loss, mean over the last tenth of the steps, in place of the evaluation loss."""
     out: Annotated[str | None, conf.arg(metavar="FOLDER")] = None
@@ -97,10 +97,10 @@ def main(argv: Sequence[str]) -> int:
     """
     from mupax.train.studies.tune import over
 
-    args, rest = command_line.parse_known(Tune, "python -m train tune", argv)
+    args, rest = command_line.parse_known(Tune, "mupax train tune", cli.with_file_first(argv))
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a search has --out in place of --workdir, and goes on by itself without --resume")
-    config = cli.parse(args.recipe, cli.recipe(args.recipe), rest, command_line.flags(Tune)).config
+    config = cli.parse(args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Tune)).config
     config = dataclasses.replace(config, workdir=None)
     words = [word.strip() for text in args.over for word in text.split(",") if word.strip()]
     constants = over.parse(words, config)
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         _dry_run(args, config, constants)
         return 0
     note_warmup(config.steps, config.scaled_optimizer.warmup_steps)
-    return _run(args, config, constants, shlex.join(["python", "-m", "train", "tune", *argv]))
+    return _run(args, config, constants, shlex.join(["mupax", "train", "tune", *argv]))
 
 
 def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
@@ -134,7 +134,7 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     from mupax.train.studies.tune.board import Board
     from mupax.train.studies.tune.search import Search, measure
 
-    folder = Path(args.out or f"runs/tune-{args.recipe}")
+    folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")
     search = Search(config, constants, args.limits)
     metric = "training loss" if args.no_eval else "evaluation loss"
     with terminal.lasting(), StopRequest() as stop:
@@ -153,8 +153,10 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     print(report.told(content, metric))
     terminal.say(f"record in {path}, picture in {picture}")
     if args.save_tuned:
+        from mupax.train.studies.transfer import tuned
+
         saved, word = report.save(args.save_tuned, search, content, command)
-        terminal.say(f"tuned preset in {saved}; use it with --preset {word}")
+        terminal.say(tuned.saved_message(saved, word))
     return 0
 
 

@@ -198,9 +198,7 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
 
 
 def _command(search: Search, point: Any) -> str:
-    config = search.config_of((point, 0))
-    words = record.words(config)
-    return "" if words is None else " ".join(["python -m train", config.recipe, *words])
+    return record.command_of(search.config_of((point, 0)))
 
 
 def _loss(search: Search, point: Any, seed: int) -> float | None:

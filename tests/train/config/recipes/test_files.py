@@ -61,6 +61,135 @@ def test_commands_that_take_a_recipe_take_a_file(tmp_path: Path, capsys: pytest.
     assert "12 steps" in capsys.readouterr().out
 
 
+DRY = {
+    "sweep": "--lr 2^-8:2^-6:3 --dry-run",
+    "tune": "--over lr --dry-run",
+    "transfer": "--grow width=32,64 --dry-run",
+    "check": "--grow width --sizes 2 --dry-run",
+    "plan": "",
+    "roles": "",
+    "balance": "--out b.json",
+}
+"""Commands that take a recipe, with flags of their own."""
+
+
+@pytest.mark.parametrize(
+    ("command", "written"),
+    [
+        ("sweep", "{} {}"),
+        ("sweep", "{1} --config={0}"),
+        ("check", "{} {}"),
+        *((command, "--config {} {}") for command in ("sweep", "tune", "transfer", "check", "plan")),
+    ],
+)
+def test_a_file_stands_in_a_recipes_place_in_every_command(
+    command: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nsteps: 12\nmodel: {width: 32, depth: 1}\n")
+    assert main([command, *written.format("mine.yaml", DRY[command]).split()]) == 0
+    assert "12 steps" in capsys.readouterr().out or command == "check"
+
+
+def test_a_file_stands_in_a_recipes_place_where_one_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {depth: 1}\n")
+    assert main(["roles", "--config", "mine.yaml"]) == 0
+    assert main(["balance", "mine.yaml", "--out", "no-such-folder/b.json"]) == 2
+    assert "no-such-folder" in capsys.readouterr().err  # the file was read
+    assert main(["compile", "--config", "mine.yaml", "--topology", "v0:2x2"]) == 2
+    assert "v0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", DRY)
+def test_a_wrong_file_is_named_by_every_command(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {widht: 32}\n")
+    assert main([command, "--config", "mine.yaml", *DRY[command].split()]) == 2
+    err = capsys.readouterr().err
+    assert "mine.yaml" in err
+    assert "model.widht" in err
+    assert "model.width" in err
+    assert main([command, "none.yaml", *DRY[command].split()]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+    assert main([command, "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
+    err = capsys.readouterr().err
+    assert "lm-tiny" in err
+    assert "mine.yaml" in err
+
+
+def test_a_sweep_leaves_out_what_a_file_has_for_a_run_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "recipe: lm-tiny\nsteps: 12\ndata: {evaluate: {other: python_corpus}}\nstop: {patience: 2}\n"
+    (tmp_path / "mine.yaml").write_text(text + "log: {eval_every_steps: 4}\n")
+    assert main(["sweep", "mine.yaml", "--dry-run"]) == 0
+    err = capsys.readouterr().err
+    assert "mine.yaml" in err
+    assert "data.evaluate" in err
+    assert "stop.patience" in err
+    # The control: written as a flag it is refused.
+    assert main(["sweep", "mine.yaml", "--data.evaluate", "x=python_corpus", "--dry-run"]) == 2
+    assert "data.evaluate" in capsys.readouterr().err
+
+
+MIX = [
+    "mix: [code=text:src:0.3, prose=records:books:0.7]",
+    "mix: {code: text:src:0.3, prose: records:books:0.7}",
+    "mix: {code: {source: text:src, weight: 0.3}, prose: {source: records:books, weight: 0.7}}",
+    "mix: [{code: text:src:0.3}, {name: prose, source: records:books, weight: 0.7}]",
+    "name: mix\n  mix: [code=text:src:0.3, prose=records:books:0.7]",
+]
+
+
+@pytest.mark.parametrize("mix", MIX)
+def test_a_file_has_a_mixture_as_a_list_or_a_map(mix: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: lm-tiny\ndata:\n  {mix}\n  evaluate: {{code: text:src}}\n")
+    flags = ["--data.mix", "code=text:src:0.3", "prose=records:books:0.7", "--data.evaluate", "code=text:src"]
+    assert parsed(path) == to_json(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags).config)
+
+
+def test_flags_stand_above_the_mixture_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: lm-tiny\ndata:\n  {MIX[0]}\n")
+    assert parsed(path, "--data.mix", "a=text:a:1", "b=text:b:1")["data"]["mix"] == ["a=text:a:1", "b=text:b:1"]  # pyright: ignore
+    data = parsed(path, "--data.name", "text:other")["data"]
+    assert (data["name"], data["mix"]) == ("text:other", [])  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ("mix: {code: {source: text:src}}", "data.mix code"),
+        ("mix: {code: {source: text:src, wieght: 1}}", "weight"),
+        ("mix: {code: 0.3}", "data.mix code"),
+        ("mix: [[text:src, 0.3]]", "data.mix"),
+        ("mix: 3", "data.mix"),
+        ("mix: code=text:src:0.3 prose=records:books:0.7", "data.mix"),
+        ("mix: {code: text:src}", "data.mix"),
+        ("mix: {code: {source: text:src, weight: much}}", "data.mix code"),
+        ("evaluate: {code: 3}", "data.evaluate code"),
+        ("evaluate: {code: {source: text:src, weight: 1}}", "data.evaluate code"),
+        ("name: text:src\n  mix: {code: text:src:1}", "data.mix"),
+    ],
+)
+def test_a_wrong_mixture_names_the_file_and_the_key(
+    data: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"recipe: lm-tiny\ndata:\n  {data}\n")
+    assert main(["--config", str(path), "--print-config"]) == 2
+    err = capsys.readouterr().err
+    assert str(path) in err
+    assert key in err
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -12,11 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors
 
+from mupax import train
+from mupax.errors import MupaxError, MupaxFailure
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
+from mupax.train.config import cli
 from mupax.train.data.records import corpus
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.run.report import metrics
@@ -283,3 +287,82 @@ def test_weights_alone_write_and_are_evaluated_as_their_run() -> None:
     code, out, err = run("generate", "exported", "--prompt", "w299", "--tokens", "3")
     assert (code, out) == (2, "")
     assert "the prompt has the token 304, and the model knows those below 256" in err
+
+
+# From Python
+
+
+def test_a_model_opened_in_python_writes_what_the_command_writes() -> None:
+    model = train.load("lm")
+    for words, options in (
+        ("--tokens 20 --seed 3", {"tokens": 20, "seed": 3}),
+        ("--tokens 20 --temperature 0", {"tokens": 20, "temperature": 0}),
+        ("--tokens 20 --top-k 2 --seed 1", {"tokens": 20, "top_k": 2, "seed": 1}),
+    ):
+        _, out, _ = run("generate", "lm", "--prompt", "def ", *words.split())
+        assert out == f"def {model.generate('def ', **options)}\n"
+    assert (model.step, model.config.model.width) == (4, 16)
+    assert "step 4 of lm" in repr(model)
+    earlier = train.load(Path("lm/checkpoints/2"), ema=False)
+    _, out, _ = run("generate", "lm", "--step", "2", "--no-ema", "--prompt", "def ", "--tokens", "20")
+    assert out == f"def {earlier.generate('def ', tokens=20)}\n"
+    assert zoo(["export", "lm", "--out", "python-hf"]) == 0
+    weights = train.load("python-hf", tokenizer="bytes")
+    assert weights.step is None
+    plain = train.load("lm", ema=False)  # an export has the parameters, not their average
+    assert weights.generate("def ", tokens=8, temperature=0) == plain.generate("def ", tokens=8, temperature=0)
+
+
+def test_a_model_opened_in_python_classifies_as_the_command_does() -> None:
+    paths = [f"{shade}.png" for shade in (0, 200)]
+    for path in paths:
+        Image.new("L", (8, 8), int(path[:-4])).save(path)
+    answers = train.load("vit").predict(paths, top=3)
+    _, out, _ = run("predict", "vit", *paths, "--top", "3", "--json")
+    for answer, line in zip(answers, out.splitlines(), strict=True):
+        expected = json.loads(line)
+        assert str(answer.image) == expected["image"]
+        assert [(one.name, one.label) for one in answer.classes] == [
+            (c["class"], c["label"]) for c in expected["classes"]
+        ]
+        assert [one.probability for one in answer.classes] == pytest.approx(
+            [c["probability"] for c in expected["classes"]]
+        )
+    (alone,) = train.load("vit").predict(Path(paths[0]))
+    assert sum(one.probability for one in alone.classes) == pytest.approx(1)
+    assert alone.classes[:3] == answers[0].classes
+
+
+def test_what_a_model_cannot_do_is_said_by_name() -> None:
+    Path("torn.png").write_bytes(b"no image")
+    for act, message in (
+        (lambda: train.load("nowhere"), "nowhere"),
+        (lambda: train.load("lm", step=3), "step 3"),
+        (lambda: train.load("lm", tokenizer="bytes"), "tokenizer"),
+        (lambda: train.load("lm").predict("torn.png"), "generate"),
+        (lambda: train.load("vit").generate("def "), "predict"),
+        (lambda: train.load("vit").predict("none.png"), "none.png"),
+        (lambda: train.load("vit").predict("torn.png"), "torn.png"),
+        (lambda: train.load("lm").generate("def ", tokens=-1), "tokens"),
+        (lambda: train.load("lm").generate("def ", temperature=-1), "temperature"),
+    ):
+        with pytest.raises(MupaxError, match=message):
+            act()
+
+
+def test_fit_returns_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = LM.replace("--workdir lm", "--workdir fitted").split()
+    config = cli.parse("lm-tiny", train.RECIPES["lm-tiny"], words[1:]).config
+    done = train.fit(config)
+    assert (done.workdir, done.step, done.config) == (Path("fitted"), 4, config)
+    assert done.metrics == metrics.read("fitted/metrics.jsonl")
+    assert done.evaluation == rows("fitted")[4]
+    assert done.evaluation["eval_loss"] == rows("lm")[4]["eval_loss"]
+    assert train.load(done).generate("def ", tokens=8) == train.load("lm").generate("def ", tokens=8)
+    with pytest.raises(MupaxError, match="fitted"):
+        train.fit(config)  # the folder is taken
+    capsys.readouterr()
+    for code, error in ((1, MupaxFailure), (130, KeyboardInterrupt), (143, SystemExit)):
+        monkeypatch.setattr("mupax.train.run.loop.run", lambda config, code=code: code)
+        with pytest.raises(error):
+            train.fit(config)

@@ -99,6 +99,43 @@ def test_loss_per_token_becomes_loss_per_byte(tmp_path, figures):
     assert reference.get_ydata()[0] == 1.84  # Already per byte.
 
 
+def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
+    rows = list(lm_rows(200))
+    for row in rows:
+        if "eval_loss" in row:
+            row |= {"eval/code/loss": 4 * row["eval_loss"], "eval/code/accuracy": 0.5}
+            row |= {"eval/chat/loss": 2 * row["eval_loss"], "eval/chat/accuracy": 0.5}
+            row |= {f"eval/{'long' * 20}/loss": 5 * row["eval_loss"], f"eval/{'long' * 20}/accuracy": 0.5}
+    path = write(tmp_path / "metrics.jsonl", rows)
+    sets = {"code": 4.0, "chat": None, "long" * 20: 1.0, "not-yet": 1.0}
+    report.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=2.0, sets=sets)
+    (axes,) = figures[0].axes
+    final = 1.3 + 4 * 200**-0.5
+    names = [
+        f"code {final:.3f}",  # over its own bytes per token
+        f"chat {2 * final:.3f} nats/target",
+        f"{'long' * 6}lon… {5 * final:.3f}",
+        f"evaluation {final / 2:.3f}",
+        "trigram counts 1.840",
+    ]
+    assert sorted(texts(axes)) == sorted(names)
+    colours = [text.get_color() for text in axes.texts if "trigram" not in text.get_text()]
+    assert len(set(colours)) == len(colours)
+    assert set(colours) <= {line.get_color() for line in axes.lines}
+    assert axes.get_ylim()[1] > 5 * final
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["training (smoothed)", "evaluation"]
+    # An image model has them in both panels.
+    rows = list(vit_rows(60))
+    for row in rows:
+        if "eval_loss" in row:
+            row |= {"eval/other/loss": 3.0, "eval/other/accuracy": 0.25}
+    path = write(tmp_path / "metrics.jsonl", rows)
+    report.loss_plot(path, tmp_path / "images.png", [], sets={"other": None})
+    upper, lower = figures[1].axes
+    assert "other 3.000" in texts(upper)
+    assert "other 25.00" in texts(lower)
+
+
 def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
     path = write(tmp_path / "metrics.jsonl", vit_rows(200))
     report.loss_plot(path, tmp_path / "loss.png", [LOGISTIC, TRIGRAM], "vit-digits")
@@ -229,7 +266,7 @@ def test_summary_compares_with_the_references(tmp_path, monkeypatch):
         path,
         references=[TRIGRAM, FOURGRAM],
         files=[tmp_path / "runs" / "loss.png", "/elsewhere/a"],
-        then="mupax train eval x",
+        then="mupax train generate x --prompt '[/dim] :fire: " + 12 * "words " + "'",
     )
     lines = [" ".join(line.strip("│ ").split()) for line in text.splitlines()]
     assert "evaluation loss 1.5828 nats/byte" in lines
@@ -239,7 +276,8 @@ def test_summary_compares_with_the_references(tmp_path, monkeypatch):
     assert "time 3:42, 7.00k tokens/s while training" in lines
     assert "model 853,120 parameters" in lines
     assert "files runs/loss.png" in lines
-    assert lines[lines.index("/elsewhere/a") + 1] == "next mupax train eval x"
+    # Below the panel, in one line however narrow the terminal is: it is there to be copied.
+    assert lines[-1] == "next mupax train generate x --prompt '[/dim] :fire: " + 12 * "words " + "'"
     assert "200 steps done" in text
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run, selection
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.reuse import source
@@ -224,3 +225,48 @@ def test_what_makes_no_sense_is_refused(
     assert done.code == 2
     assert message in " ".join(done.err.split())
     assert not untrained
+
+
+@pytest.mark.parametrize("without", ["nothing", "metrics.jsonl", "evaluation.json"])
+def test_the_list_of_checkpoints_has_losses_and_marks_the_best(
+    best_run: Done, without: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree("kept", tmp_path / "copy")
+    for file in copy.rglob(without):
+        file.unlink()
+    assert main(["checkpoints", str(copy), "--json", str(tmp_path / "list.json")]) == 0
+    out = capsys.readouterr().out
+    listed = {row["step"]: row for row in json.loads((tmp_path / "list.json").read_text())}
+    assert {step: row["metrics"]["eval_loss"] for step, row in listed.items() if row["metrics"]} == {
+        step: LOSSES[step] for step in (2, 4, LAST)
+    }
+    assert [step for step, row in listed.items() if row["best"]] == [2]
+    if without != "metrics.jsonl":
+        assert all(row["metrics"]["loss"] > 0 for row in listed.values())
+    head, *lines = out.splitlines()
+    assert "eval_loss" in head
+    assert [line.split()[0] for line in lines if " best " in f"{line} "] == ["2"]
+    assert "--step 2" in lines[-1]
+    # An accuracy is better where it is more.
+    record = json.loads((copy / "config.json").read_text())
+    record["config"]["checkpoint"]["best_metric"] = "eval_accuracy"
+    (copy / "config.json").write_text(json.dumps(record))
+    assert main(["checkpoints", str(copy)]) == 0
+    assert "--step 4" in capsys.readouterr().out
+
+
+def test_a_run_that_was_not_evaluated_has_losses_and_no_best(
+    best_run: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree("kept", tmp_path / "copy")
+    for file in copy.rglob("evaluation.json"):
+        file.unlink()
+    rows = (copy / "metrics.jsonl").read_text().splitlines()
+    (copy / "metrics.jsonl").write_text("\n".join(row for row in rows if "eval_" not in row) + '\n{"step": 5, "lo')
+    assert main(["checkpoints", str(copy)]) == 0
+    out = capsys.readouterr().out
+    assert "loss" in out.splitlines()[0]
+    assert "best" not in out
+    (copy / "metrics.jsonl").unlink()
+    assert main(["checkpoints", str(copy)]) == 0
+    assert "loss" not in capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mupax.train.__main__ import main
 from mupax.train.config.recipes import RECIPES
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import STEPS, Done, folder, interrupted, rows, train, untrained, whole
@@ -195,3 +196,51 @@ def test_a_run_with_experts_goes_on_as_if_it_had_not_stopped(folder: Path) -> No
     assert train("--workdir", str(copy), "--resume", *words).code == 0
     assert rows(copy) == rows("experts")
     assert rows(copy)[-2]["dropped_tokens"] > 0
+
+
+@pytest.mark.core
+def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = interrupted("whole", "my run [1]", 6)
+    record = record_of(copy)
+    record["config"] |= {"workdir": "elsewhere", "resume_change": ["data"], "resume_from": 2, "resume": True}
+    record["config"]["distributed"]["coordinator"] = "10.0.0.1:1234"
+    (copy / "config.json").write_text(json.dumps(record))
+    for words in (["--resume", "--workdir", str(copy)], [f"--workdir={copy}", "--resume"]):
+        assert main(words) == 0, words
+        out = capsys.readouterr().out
+        assert f"resuming lm-tiny at step 6 of {STEPS}" in out
+        assert "changed since" not in plain(out)
+    assert untrained == [(6, 6), (6, 6)]
+    after = record_of(copy)["config"]
+    assert after["workdir"] == str(copy)
+    assert after["resume_from"] is None
+    # Flags stand above the record, and are checked as after a recipe.
+    assert main(["--resume", "--workdir", str(copy), "--steps", "9", "--resume-change", "schedule"]) == 0
+    assert f"changed since: steps {STEPS} -> 9" in plain(capsys.readouterr().out)
+    assert main(["--resume", "--workdir", str(copy), "--stepz", "9"]) == 2
+    assert "--steps" in capsys.readouterr().err
+    # A recipe that does not fit is refused as it was.
+    assert main(["vit-digits", "--resume", "--workdir", str(copy)]) == 2
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--resume"], "--workdir"),
+        (["--resume", "--workdir"], "--workdir"),
+        (["--resume", "--workdir", "nothing-here"], "nothing-here"),
+        (["--resume", "--workdir", "text.txt"], "text.txt"),
+        (["--workdir", "nothing-here"], "nothing-here"),
+        (["--workdir", "whole"], "--resume"),
+        (["--steps", "3"], "recipe"),
+    ],
+)
+def test_a_command_line_without_recipe_or_run_is_refused(
+    words: list[str], named: str, whole: Done, untrained: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert named in err
+    assert not untrained

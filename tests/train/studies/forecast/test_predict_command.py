@@ -81,7 +81,7 @@ def test_a_forecast_is_written_with_date_digest_config_and_intervals(folder: Pat
     assert any("extrapolates" in warning for warning in content["warnings"])
     assert len(content["rows"]["digest"]) == len(content["digest"]) == 64
 
-    _, _, words = content["command"].partition("python -m train ")
+    _, _, words = content["command"].partition("mupax train ")
     name, *flags = words.split()
     again = parse(name, recipe(name), flags).config
     assert again.model == config.model

@@ -61,8 +61,8 @@ def test_the_printed_command_trains_and_is_scored(
     # Two steps on this machine, by the command that was printed.
     monkeypatch.chdir(tmp_path)
     words = shlex.split(content["command"])
-    assert words[:3] == ["python", "-m", "train"]
-    assert main([*words[3:], "--workdir", "run", *QUIET]) == 0
+    assert words[:2] == ["mupax", "train"]
+    assert main([*words[2:], "--workdir", "run", *QUIET]) == 0
     capsys.readouterr()
     assert main(["plan", "score", "plan.json", "run"]) == 1  # the study's losses are of no real run
     out = capsys.readouterr().out
@@ -171,7 +171,7 @@ def test_a_model_alone_is_planned_as_the_studys_run_was(
         plan(capsys, *words)
         content = json.loads((tmp_path / "plan").read_text())
         lines = {line["what"]: (line["value"], line["interval"], line["from"]) for line in content["numbers"]}
-        _, _, flags = content["command"].partition("python -m train lm-tiny ")
+        _, _, flags = content["command"].partition("mupax train lm-tiny ")
         config[way] = parse("lm-tiny", recipe("lm-tiny"), shlex.split(flags)).config
         assert lines["batch"] == ("8 x 128 tokens", "", f"study {folder}")
         assert lines["loss"][:2] == ("not predicted", "no interval")  # its sequences are longer than the study's
@@ -250,7 +250,7 @@ def test_a_plan_by_the_compiler_itself(folder: Path, tmp_path: Path, capsys: pyt
     assert "to" in lines["time"]["interval"] or "at least" in lines["time"]["interval"]
     assert lines["cost"]["interval"] != "no interval"
     assert content["command"] in output
-    _, _, flags = content["command"].partition("python -m train lm-tiny ")
+    _, _, flags = content["command"].partition("mupax train lm-tiny ")
     config = parse("lm-tiny", recipe("lm-tiny"), shlex.split(flags)).config
     assert config.data.batch_size == 16
     assert config.steps == round(1e7 / (16 * 128))
@@ -288,7 +288,7 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
         (["gpt2", "--model", "gpt2-medium"], "gpt2 and --model gpt2-medium are two models; write one of them"),
         (["lm-tiny", "--model", "gpt2-c4"], "lm-tiny and --model gpt2-c4: gpt2-c4 is a recipe; write one of them"),
         (["--model", "gpt3-medium"], "gpt3-medium"),
-        (["--tokens", "1b"], "needs RECIPE|MODEL"),
+        (["--tokens", "1b"], "needs RECIPE|FILE|MODEL"),
         (["lm-tiny", "--tokens", "many"], "--tokens is many; write a number such as 10b"),
         (["lm-tiny", "--tokens", "1b", "--steps", "3"], "both say how long the run is"),
         (["lm-tiny", "--mfu", "2"], "a share in (0, 1]"),

@@ -98,8 +98,8 @@ def curves(rows: Iterable[Row]) -> np.ndarray:
 def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_path: Path) -> None:
     row = in_turn[-1]
     words = shlex.split(row.command)
-    assert words[:3] == ["python", "-m", "train"]
-    assert main([*words[3:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
+    assert words[:2] == ["mupax", "train"]
+    assert main([*words[2:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
     # Nine digits tell all float32 apart.
     assert [float(f"{record['loss']:.9g}") for record in rows if "loss" in record] == list(row.curve)

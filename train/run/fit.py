@@ -1,0 +1,75 @@
+"""Train a config from Python: `fit`, and the finished run that it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from pathlib import Path
+from typing import Any
+
+from mupax.errors import MupaxFailure
+from mupax.paths import path_of
+from mupax.train.checkpoints.folder import CHECKPOINTS, steps
+from mupax.train.config.run import Config
+from mupax.train.run import loop
+from mupax.train.run.report import metrics
+
+
+class TrainingFailed(MupaxFailure):
+    """A run that ended with an error, which stands on standard error. What it saved is in its workdir."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    `mupax.train.load(run)` opens its model.
+
+    Attributes:
+        config: Config that was trained, with all defaults written out.
+        workdir: Folder, or place in a bucket, with its checkpoints, metrics and pictures.
+        step: Optimizer steps done. Fewer than `config.steps` after an early stop (`stop.patience`).
+    """
+
+    config: Config
+    workdir: Path
+    step: int
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl in the order in which they were written: a dictionary per step and per evaluation.
+
+        Losses are in nats per token, image or target. A value that was not finite is None.
+        """
+        return metrics.read(self.workdir / metrics.FILE_NAME)
+
+    @property
+    def evaluation(self) -> dict[str, Any]:
+        """Values of the last evaluation by name: `step`, `eval_loss`, `eval_accuracy`, and `eval/NAME/loss` of further sets."""
+        rows = [row for row in self.metrics if "eval_loss" in row]
+        return rows[-1] if rows else {}
+
+
+def fit(config: Config) -> Run:
+    """Train a config to its last step, as `mupax train` does, and return the finished run.
+
+    Args:
+        config: Complete config, such as `RECIPES["lm-tiny"]()` with fields replaced. With `resume` the run in its workdir
+            goes on.
+
+    Raises:
+        MupaxError: Bad input, found before the first step.
+        TrainingFailed: The run failed later; the reason stands on standard error.
+        KeyboardInterrupt: Ctrl-C came. The state is saved.
+        SystemExit: Another signal stopped the run. The state is saved.
+    """
+    config = config.resolved()
+    workdir = path_of(str(config.workdir))
+    code = loop.run(config)
+    if code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if code > 128:
+        raise SystemExit(code)
+    if code:
+        raise TrainingFailed(f"the run in {workdir} failed; standard error has the reason")
+    return Run(config, workdir, max(steps(workdir / CHECKPOINTS), default=0))
