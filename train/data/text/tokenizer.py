@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,10 +27,28 @@ _USUAL = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentenc
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
 _SPACE = "▁"
-_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LISTED = 6
 _NO_UTF8 = 0xFF
 """A byte that no UTF-8 has."""
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""How SentencePiece writes a byte of a character that its vocabulary lacks."""
+
+
+def _byte_levels() -> dict[str, int]:
+    """Return the byte of each character of GPT-2's table (`bytes_to_unicode` of its encoder.py).
+
+    Printable bytes of Latin-1 stand for themselves, the others for characters from U+0100 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    for number, byte in enumerate(unprintable):
+        table[chr(256 + number)] = byte
+    return table
+
+
+_BYTE_LEVELS = _byte_levels()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +128,22 @@ class Bytes:
         """Return how many bytes of text each id stands for, int64 [vocab_size]."""
         return np.ones(self.vocab_size, np.int64)
 
+    def is_skipped(self, token: int) -> bool:
+        """Return True if `decode` leaves this token out."""
+        return token == self.separator
+
+    def raw_bytes(self, token: int) -> bytes | None:
+        """Return the bytes that a token stands for wherever it stands, or None if it is no bytes."""
+        return bytes([token]) if token < self.vocab_size else _REPLACEMENT.encode()
+
+    def in_byte_run(self, token: int) -> bool:
+        """Return True if `decode` makes text only of all such tokens in a row together."""
+        return False
+
+    def name_of(self, token: int) -> str:
+        """Return how the vocabulary writes a token. An unknown token has an empty name."""
+        return chr(token) if token < self.vocab_size else ""
+
 
 class Ids(Bytes):
     """Ids that were made elsewhere, by a tokenizer that is not here: no text can be encoded, and ids stand for themselves."""
@@ -127,6 +162,15 @@ class Ids(Bytes):
 
     def pieces(self) -> list[str]:
         return [f" {i}" for i in range(self.vocab_size)]
+
+    def is_skipped(self, token: int) -> bool:
+        return False
+
+    def raw_bytes(self, token: int) -> bytes | None:
+        return f"{token} ".encode()
+
+    def name_of(self, token: int) -> str:
+        return str(token)
 
 
 class Subwords:
@@ -264,19 +308,57 @@ class Subwords:
         return bool(encoding.tokens) and encoding.tokens[0].startswith(_SPACE)
 
     def token_bytes(self) -> np.ndarray:
-        special = self._library.get_added_tokens_decoder()
-        decoder = self._library.decoder
-        kind = b"" if decoder is None else decoder.__getstate__()
         sizes = np.zeros(self.vocab_size, np.int64)
-        for token, i in self._library.get_vocab(with_added_tokens=True).items():
-            if i not in special and b'"ByteLevel"' in kind:
-                sizes[i] = len(token)  # a character for each byte
-            elif i not in special and _BYTE.fullmatch(token):
-                sizes[i] = 1
-            else:
-                word = token.removeprefix("##") if b'"WordPiece"' in kind else token
-                sizes[i] = len(word.replace(_SPACE, " ").encode())
+        for name, token in self._library.get_vocab(with_added_tokens=True).items():
+            raw = self.raw_bytes(token)
+            if raw is None:
+                word = name.removeprefix("##") if "WordPiece" in self._decoders else name
+                raw = word.replace(_SPACE, " ").encode()
+            sizes[token] = len(raw)
         return sizes
+
+    def is_skipped(self, token: int) -> bool:
+        return token in self._special or self._library.id_to_token(token) is None
+
+    def raw_bytes(self, token: int) -> bytes | None:
+        if token not in self._raw_bytes:
+            self._raw_bytes[token] = self._raw_bytes_of(token)
+        return self._raw_bytes[token]
+
+    def in_byte_run(self, token: int) -> bool:
+        return "ByteFallback" in self._decoders and self.raw_bytes(token) is not None
+
+    def name_of(self, token: int) -> str:
+        return self._library.id_to_token(token) or ""
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        added = self._library.get_added_tokens_decoder()
+        return frozenset(token for token, entry in added.items() if entry.special)
+
+    @functools.cached_property
+    def _decoders(self) -> frozenset[str]:
+        """Types of the library's decoders that `decode` goes through."""
+        decoder = self._library.decoder
+        if decoder is None:
+            return frozenset()
+        # The library shows the parts of a sequence in its JSON alone.
+        fields = json.loads(decoder.__getstate__())
+        return frozenset(part["type"] for part in fields.get("decoders", [fields]))
+
+    @functools.cached_property
+    def _raw_bytes(self) -> dict[int, bytes | None]:
+        return {}
+
+    def _raw_bytes_of(self, token: int) -> bytes | None:
+        name = self._library.id_to_token(token) or ""
+        if "ByteFallback" in self._decoders and _BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(name[3:5])
+        if "ByteLevel" not in self._decoders:
+            return None
+        levels = [_BYTE_LEVELS.get(character) for character in name]
+        # An added token is written as it is.
+        return name.encode() if None in levels else bytes(level for level in levels if level is not None)
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:

@@ -129,33 +129,36 @@ def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, l
             yield part[0].tolist()
             since, compiled = time.monotonic(), generator.compilations
 
-    for piece in pieces(rows(), tokenizer):
+    for piece in pieces(rows(), tokenizer, prompt.tolist()):
         show(piece if alone else "")
     samples = np.concatenate(parts, axis=1) if parts else [[]] * generator.samples
     for number, row in enumerate(samples, start=1):
-        show("\n" if alone else f"--- sample {number}\n{text}{tokenizer.decode(row)}\n")
+        if alone:
+            show("\n")
+            continue
+        continued = "".join(pieces(iter([list(row)]), tokenizer, prompt.tolist()))
+        show(f"--- sample {number}\n{text}{continued}\n")
     count = length * generator.samples
     rate = f", {fast_tokens / fast_s:,.0f} tokens/s once compiled" if fast_tokens else ""
     return f"{count:,} tokens in {time.monotonic() - began:.1f} s{rate}"
 
 
-def pieces(parts: Iterator[list[int]], tokenizer: Any) -> Iterator[str]:
-    """Text of tokens as they come. A character whose bytes are not all there yet waits for them.
+def pieces(parts: Iterator[list[int]], tokenizer: Any, prompt: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the text of tokens as they come. A character that has only begun waits for its bytes.
 
     Args:
-        parts: the tokens of one text, a few at a time.
-        tokenizer: whose `decode` makes text of tokens.
+        parts: tokens of one text, a few at a time.
+        tokenizer: tokenizer of the model.
+        prompt: token ids before the text.
     """
-    ids: list[int] = []
-    shown = ""
+    from mupax.train.data.text.detokenizer import Detokenizer
+
+    decoder = Detokenizer(tokenizer, prompt)
     for part in parts:
-        ids += part
-        text = tokenizer.decode(ids)
-        whole = text.rstrip(UNFINISHED)
-        if len(whole) > len(shown) and whole.startswith(shown):
-            yield whole[len(shown) :]
-            shown = whole
-    yield tokenizer.decode(ids)[len(shown) :]
+        if piece := decoder.add(map(int, part)):
+            yield piece
+    if piece := decoder.finish():
+        yield piece
 
 
 def show(text: str) -> None:

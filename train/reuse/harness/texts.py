@@ -14,6 +14,7 @@ from mupax.train.reuse import runs
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.serve.writing import StreamingText
 
 BATCH = 8
 """Texts that are read at once."""
@@ -100,16 +101,15 @@ class Texts:
             seed: of the draws.
         """
         prompt = opened.prompt_of(self._run, self.tokenizer, context.encode("utf-8", "surrogateescape"))
-        ids: list[int] = []
-        text = ""
-        for new_BT in self._generator.stream(prompt, most, seed, sampling=sampling or Sampling(0.0), samples=1):
-            ids += map(int, new_BT[0])
-            ended = self.tokenizer.separator in ids
-            ids = ids[: ids.index(self.tokenizer.separator)] if ended else ids
-            text = self.tokenizer.decode(ids)
-            if ended or any(stop in text for stop in until):
+        stops = [stop for stop in until if stop]  # an empty one would end every text at once
+        ends = {int(self.tokenizer.separator)}
+        text = StreamingText(self.tokenizer, prompt.tolist(), most, stops, ends)
+        sampling = sampling or Sampling(0.0)
+        for new_BT in self._generator.stream(prompt, most, seed, sampling=sampling, samples=1):
+            text.add(new_BT[0].tolist())
+            if text.finish:
                 break
-        return text[: min((text.index(stop) for stop in until if stop in text), default=len(text))]
+        return text.text
 
     def _encoded(self, text: str) -> np.ndarray:
         ids = self.tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]

@@ -9,6 +9,7 @@ import json
 import socket
 import sys
 import time
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ _POLICY = "; ".join(
 """What the page may load: nothing but itself and this server's answers."""
 _POSTS = {"/v1/completions": False, "/v1/chat/completions": True}
 _GETS = ("/", "/health", "/v1/models")
+_MODEL = "/v1/models/"
+"""Beginning of a path that names a model; its name may have slashes, and is percent-encoded."""
 
 
 class Server(http.server.ThreadingHTTPServer):
@@ -105,7 +108,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = self._path()
         if path in _POSTS:
             raise ApiError(405, f"{path} takes POST")
-        if path == "/":
+        if path.startswith(_MODEL):
+            written = path.removeprefix(_MODEL)
+            name = urllib.parse.unquote(written)
+            if written == self._service().name:  # a client may send a percent sign as it is
+                name = written
+            self._send_json(200, self._service().model(name))
+        elif path == "/":
             page = importlib.resources.files(__name__.rpartition(".")[0]).joinpath("page.html").read_bytes()
             self._send(200, page, "text/html; charset=utf-8", {"Content-Security-Policy": _POLICY})
         elif path == "/health":
@@ -116,6 +125,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _post(self) -> None:
         path = self._path()
         if path not in _POSTS:
+            self.close_connection = True  # the body is not read
             raise ApiError(405, f"{path} takes GET")
         began, body = time.monotonic(), self._body()
         service, request = self._service(), fields.request(body, is_chat=_POSTS[path])
@@ -175,9 +185,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 self.close_connection = True
                 raise ApiError(403, "this server is for its own machine; ask for localhost")
         path = self.path.partition("?")[0]
-        if path not in _POSTS and path not in _GETS:
+        names_model = path.startswith(_MODEL) and path != _MODEL
+        if path not in _POSTS and path not in _GETS and not names_model:
             self.close_connection = True
-            raise ApiError(404, f"no {path[:80]!r}; there are {', '.join((*_GETS, *_POSTS))}")
+            there = (*_GETS, f"{_MODEL}NAME", *_POSTS)
+            raise ApiError(404, f"no {path[:80]!r}; there are {', '.join(there)}")
         return path
 
     def _body(self) -> bytes:

@@ -13,13 +13,14 @@ import numpy as np
 
 from mupax.train.data import DataError
 from mupax.train.data.chats.templates import Template
+from mupax.train.data.text.detokenizer import Detokenizer
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator, Scores
 from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.serve.fields import MOST_LIKELY, ApiError, Request
 from mupax.train.reuse.serve.probabilities import Probabilities
 from mupax.train.reuse.serve.worker import BusyError, Job, Worker
-from mupax.train.reuse.serve.writing import Writing
+from mupax.train.reuse.serve.writing import AnswerEnd, StreamingText, answer_end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Prompt:
     text: str
     ids: np.ndarray
     """int32 [P]."""
-    writings: list[Writing]
+    writings: list[StreamingText]
     job: Job
 
     def pieces(self) -> Iterator[tuple[int, str]]:
@@ -75,10 +76,33 @@ class Service:
         self._worker.stop()
 
     def models(self) -> dict[str, Any]:
-        """The one model; with the longest prompt, and whether it chats."""
-        more = {"max_model_len": self.limit, "chat": self.template is not None}
-        model = {"id": self.name, "object": "model", "created": self._created, "owned_by": "mupax", **more}
-        return {"object": "list", "data": [model]}
+        """Return the list of models, which has one."""
+        return {"object": "list", "data": [self.model(self.name)]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Describe a model: its longest prompt, and if it chats.
+
+        Raises:
+            ApiError: 404 for another name than that of this model.
+        """
+        self._check_name(name)
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "mupax",
+            "max_model_len": self.limit,
+            "chat": self.template is not None,
+        }
+
+    def _check_name(self, name: str) -> None:
+        if name != self.name:
+            raise ApiError(
+                404,
+                f"no model {name[:80]!r}; this server has {self.name!r}",
+                "model",
+                "model_not_found",
+            )
 
     def answer(self, request: Request) -> dict[str, Any]:
         """The whole answer.
@@ -87,7 +111,7 @@ class Service:
             request: one that is not streamed.
 
         Raises:
-            ApiError: 400, 404, 413 or 503, as `begin`; 500 where the model has diverged.
+            ApiError: 400, 404 or 503, as `begin`; 500 where the model has diverged.
         """
         prompts = self.begin(request)
         for prompt in prompts:
@@ -153,18 +177,16 @@ class Service:
             request: any.
 
         Raises:
-            ApiError: 400 for what the model cannot do, 404 another model, 413 a prompt that is too long, 503 too many wait.
+            ApiError: 400 for what the model cannot do or a prompt that is too long, 404 another model, 503 too many wait.
         """
-        if request.model not in (None, self.name):
-            raise ApiError(
-                404, f"no model {request.model[:80]!r}; this server has {self.name!r}", "model", "model_not_found"
-            )
+        if request.model is not None:
+            self._check_name(request.model)
         texts = [self._chat_text(request)] if request.chat else request.prompts
         tokens = [self._tokens(text, request) for text in texts]
         ends, stops = (frozenset() if request.ignore_eos else self._ends), request.stops
         if request.chat and self.template and not request.ignore_eos:
-            extra_ends, extra_stops = self._chat_ends
-            ends, stops = ends | extra_ends, stops + extra_stops
+            ends |= self._answer_end.ids
+            stops += self._answer_end.stops
         prompts = []
         for (text, ids), seed in zip(tokens, range(request.seed, request.seed + len(tokens)), strict=True):
             length = max(1, self.limit - ids.size) if request.max_tokens is None else request.max_tokens
@@ -175,7 +197,7 @@ class Service:
                     "ask for fewer",
                     "logprobs",
                 )
-            writings = [Writing(self._tokenizer, length, stops, ends) for _ in range(request.n)]
+            writings = [StreamingText(self._tokenizer, ids.tolist(), length, stops, ends) for _ in range(request.n)]
             prompts.append(Prompt(text, ids, writings, self._job(ids, length, seed, request)))
         try:
             for prompt in prompts:
@@ -208,8 +230,9 @@ class Service:
         param = "messages" if request.chat else "prompt"
         try:
             if isinstance(prompt, list):
-                text, ids = self._tokenizer.decode(prompt) if request.echo else "", np.array(prompt, np.int64)
+                ids = np.array(prompt, np.int64)
                 opened.check_known(ids, self._run)
+                text = self._echo(prompt, request)
             elif request.chat:  # the template has what begins a text
                 text, ids = prompt, self._tokenizer.encode([prompt.encode()])[0]
             else:
@@ -218,7 +241,7 @@ class Service:
             raise ApiError(400, str(error), param) from error
         if ids.size > self.limit:
             raise ApiError(
-                413,
+                400,
                 f"the prompt has {ids.size} tokens, and the model reads {self.limit}; shorten it",
                 param,
                 "context_length_exceeded",
@@ -226,14 +249,17 @@ class Service:
         return text, ids.astype(np.int32)
 
     @functools.cached_property
-    def _chat_ends(self) -> tuple[frozenset[int], tuple[str, ...]]:
-        """What ends an answer by the template: a token, or text."""
+    def _answer_end(self) -> AnswerEnd:
         assert self.template is not None
-        ending = self.template.ending
-        ids = self._tokenizer.encode([ending.encode()])[0].tolist() if ending else []
-        # A special token comes out as no text, so it cannot be a stop.
-        special = bool(ids) and not self._tokenizer.decode(ids[:1])
-        return (frozenset(ids[:1]), ()) if special else (frozenset(), (ending,) if ending else ())
+        return answer_end(self.template, self._tokenizer)
+
+    def _echo(self, ids: list[int], request: Request) -> str:
+        """Return the text of a prompt in tokens. A character that it begins comes with the text."""
+        if not request.echo:
+            return ""
+        if request.max_tokens == 0:
+            return self._tokenizer.decode(ids)
+        return Detokenizer(self._tokenizer, ids).prompt_text
 
     def _finished(self, prompt: Prompt) -> None:
         try:

@@ -2,75 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Literal
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
-from mupax.train.reuse.generate.command import UNFINISHED
+from mupax.train.data.chats.templates import Template
+from mupax.train.data.text.detokenizer import Detokenizer
 
 Finish = Literal["stop", "length"]
 
 
-class Writing:
-    """One text. A character whose bytes are not all there yet waits for them, and so does what may begin a stop.
+class StreamingText:
+    """One text that a model writes after a prompt.
+
+    Two things are held back: a character whose bytes are not all there yet, and what may be the
+    beginning of a stop.
 
     Args:
-        tokenizer: whose `decode` makes text of tokens.
-        length: tokens that are asked for.
-        stops: texts that end it, and do not come out.
-        ends: tokens that do.
+        tokenizer: tokenizer of the model.
+        prompt: token ids that the text follows.
+        length: number of tokens that are asked for.
+        stops: strings that end the text and are not part of it.
+        ends: token ids that end the text and are not part of it.
     """
 
-    def __init__(self, tokenizer: Any, length: int, stops: Sequence[str], ends: Collection[int]) -> None:
-        self._tokenizer, self._length, self._stops, self._ends = tokenizer, length, stops, ends
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Iterable[int],
+        length: int,
+        stops: Sequence[str],
+        ends: Collection[int],
+    ) -> None:
+        self._decoder = Detokenizer(tokenizer, prompt)
+        self._length = length
+        self._stops = stops
+        self._ends = ends
+        self._held = ""
+        """Certain text that may be the beginning of a stop."""
         self.ids: list[int] = []
-        """Without the token that ended it."""
+        """Tokens of the text, without the one that ended it."""
         self.text = ""
-        """What came out."""
+        """Text that is out."""
         self.count = 0
-        """Tokens made, with what ended it."""
+        """Number of tokens made, with the one that ended the text."""
         self.finish: Finish | None = None if length else "length"
 
     def add(self, ids: Sequence[int]) -> str:
-        """What comes out after these tokens more.
-
-        Args:
-            ids: at least one; those after the end are left out.
-        """
+        """Return the text that comes out after more tokens. Those after the end are left out."""
         if self.finish:
             return ""
-        end = next((i for i, token in enumerate(ids) if token in self._ends), None)
-        before = len(self.ids)
-        self.ids += ids[:end]
-        self.count += len(ids) if end is None else end + 1
-        text = self._tokenizer.decode(self.ids)
-        stop = self._stop(text)
+        before = copy.copy(self._decoder)
+        held = self._held
+        new = self._until_end(ids)
+        text = held + self._decoder.add(new)
+        if self.finish:
+            text += self._decoder.finish()
+        stop = self._first_stop(text)
         if stop is not None:
             self.finish = "stop"
-            # The first token with which the stop was whole.
-            whole = next(n for n in range(before, len(self.ids) + 1) if self._stop(self._decoded(n)) is not None)
-            self.ids, self.count = self.ids[:whole], whole
+            new = new[: self._tokens_to_stop(before, held, new)]
+            self.count = len(self.ids) + len(new)
             text = text[:stop]
-        elif end is not None:
-            self.finish = "stop"
-        elif self.count >= self._length:
-            self.finish = "length"
-        else:
-            text = text.rstrip(UNFINISHED)
-            text = text[: len(text) - self._begun(text)]
-        if not text.startswith(self.text):  # a decoder that changes its mind; what is out stays
-            return ""
-        piece, self.text = text[len(self.text) :], text
-        return piece
+        waits = 0 if self.finish else self._begun(text)
+        certain = len(text) - waits
+        self._held = text[certain:]
+        self.ids += new
+        self.text += text[:certain]
+        return text[:certain]
 
-    def _decoded(self, count: int) -> str:
-        return self._tokenizer.decode(self.ids[:count])
+    def _until_end(self, ids: Sequence[int]) -> list[int]:
+        """Return the tokens before the one that ends the text, and note how the text ends."""
+        new = []
+        for token in ids:
+            self.count += 1
+            if token in self._ends:
+                self.finish = "stop"
+                break
+            new.append(int(token))
+            if self.count >= self._length:
+                self.finish = "length"
+                break
+        return new
 
-    def _stop(self, text: str) -> int | None:
-        """Where the first stop begins."""
-        return min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=None)
+    def _tokens_to_stop(self, decoder: Detokenizer, text: str, ids: Sequence[int]) -> int:
+        """Return how many tokens it took until a stop was complete.
+
+        Args:
+            decoder: decoder as it was before these tokens.
+            text: text that was held back then.
+            ids: tokens, with which a stop is complete.
+        """
+        for count, token in enumerate(ids, start=1):
+            text += decoder.add([token])
+            if self._first_stop(text) is not None:
+                return count
+        return len(ids)
+
+    def _first_stop(self, text: str) -> int | None:
+        """Return where the first stop begins, or None if there is none."""
+        places = [text.find(stop) for stop in self._stops]
+        return min((place for place in places if place >= 0), default=None)
 
     def _begun(self, text: str) -> int:
-        """How many characters at the end may be of a stop that is not whole yet."""
-        longest = max(map(len, self._stops), default=0)
-        sizes = range(min(longest - 1, len(text)), 0, -1)
-        return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stops)), 0)
+        """Return how many characters at the end may be the beginning of a stop."""
+        if not self._stops:
+            return 0
+        longest = max(map(len, self._stops))
+        for size in range(min(longest - 1, len(text)), 0, -1):
+            end = text[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+
+class AnswerEnd(NamedTuple):
+    """End of an answer by a chat template: a token, a string, or neither."""
+
+    ids: frozenset[int]
+    stops: tuple[str, ...]
+
+
+def answer_end(template: Template, tokenizer: Any) -> AnswerEnd:
+    """Return what the template puts after an answer.
+
+    A special token is left out of every text, so it cannot be a stop. It is matched by its id.
+    """
+    ending = template.ending
+    if not ending:
+        return AnswerEnd(frozenset(), ())
+    first = int(tokenizer.encode([ending.encode()])[0][0])
+    name = tokenizer.name_of(first)
+    # Not the id of <unk>, which stands for any text that the vocabulary lacks.
+    if name and tokenizer.is_skipped(first) and ending.startswith(name):
+        return AnswerEnd(frozenset([first]), ())
+    return AnswerEnd(frozenset(), (ending,))

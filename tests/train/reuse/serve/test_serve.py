@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -21,14 +22,20 @@ import pytest
 from mupax.train.__main__ import main
 from mupax.train.config.run import PresetConfig
 from mupax.train.data.text.tokenizer import Bytes
+from mupax.train.reuse.generate.decode import Scores
+from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.serve import command, worker
+from mupax.train.reuse.serve.fields import request as requested
+from mupax.train.reuse.serve.probabilities import Probabilities
 from mupax.train.reuse.serve.server import Server, is_local
-from mupax.train.reuse.serve.writing import Writing
+from mupax.train.reuse.serve.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.source import Source
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 from scripts.pages import browser
+from tests.fixtures.small_tokenizers import sentencepiece, subwords
 
 SEQ_LEN, PROMPT = 32, "to be"
 MODEL = DecoderConfig(width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=128, seq_len=SEQ_LEN)
@@ -49,15 +56,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    args = command.Serve(workdir=folder, port=0, tokenizer="bytes", chat_template=str(folder / "chat.jinja"))
+    with serving(folder, "bytes") as http_server:
+        yield http_server
+
+
+@contextlib.contextmanager
+def serving(folder: Path, tokenizer: str) -> Iterator[Server]:
+    args = command.Serve(workdir=folder, port=0, tokenizer=tokenizer, chat_template=str(folder / "chat.jinja"))
     with Server(args.host, args.port) as http_server:
         http_server.service = command.opened_service(args)
         thread = threading.Thread(target=http_server.serve_forever, args=(0.01,))
         thread.start()
-        yield http_server
-        http_server.shutdown()
-        thread.join()
-        http_server.service.close()
+        try:
+            yield http_server
+        finally:
+            http_server.shutdown()
+            thread.join()
+            http_server.service.close()
 
 
 def response(
@@ -182,6 +197,22 @@ def test_logprobs_are_those_of_the_text_and_echo_scores_a_prompt(server: Server)
     assert scored["text"] == answer["text"]
 
 
+def test_parts_of_characters_have_bytes_of_their_own() -> None:
+    ids = [*"aé日".encode(), 0]
+    scores = Scores(np.zeros(7), np.zeros((7, 2)), np.array([[b, 0xC3] for b in (*"é日".encode(), 1, 0)])[:7])
+    fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "messages": [{"role": "user", "content": "?"}]}
+    request = requested(json.dumps(fields).encode(), is_chat=True)
+    content = Probabilities(Bytes()).of_text(request, ids, 1, scores)["content"]
+    assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == "é日"
+    assert [entry["token"] for entry in content] == ["\\xc3", "\\xa9", "\\xe6", "\\x97", "\\xa5", "\0"]
+    assert [entry["bytes"] for entry in content[0]["top_logprobs"]] == [[0xC3], [0xC3]]
+    request = requested(json.dumps({"prompt": "a", "logprobs": 2, "echo": True}).encode(), is_chat=False)
+    logprobs = Probabilities(Bytes()).of_text(request, ids[:-1], 1, scores)
+    assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "bytes:\\xe6", "bytes:\\x97", "bytes:\\xa5"]
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 2, 2]
+    assert logprobs["top_logprobs"][1:3] == [{"bytes:\\xc3": 0.0}, {"bytes:\\xa9": 0.0, "bytes:\\xc3": 0.0}]
+
+
 def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(server: Server) -> None:
     fields = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
@@ -197,7 +228,53 @@ def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(serv
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == message["content"]
     assert server.service is not None
-    assert server.service._chat_ends == (frozenset(), ("|",))
+    assert server.service._answer_end == AnswerEnd(frozenset(), ("|",))
+
+
+def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tokenizer.json"
+    library = sentencepiece("日é".encode(), more_words=100)
+    tokenizer = subwords(file, library)
+    assert MODEL.vocab_size <= tokenizer.vocab_size  # every id of the model is some text
+    prompt, length = "hello the", 18
+    with serving(folder, str(file)) as server:
+        assert server.service is not None
+        generator = server.service._worker.generator
+        prompt_ids = tokenizer.encode([prompt.encode()])[0]
+        (parts,) = zip(*generator.stream(prompt_ids, length, sampling=Sampling(0.0)), strict=True)
+        ids = [*prompt_ids.tolist(), *np.concatenate(parts).tolist()]
+        text = tokenizer.decode(ids)[len(prompt) :]
+        begins = text[:4]
+        assert begins.startswith(" ")
+        assert tokenizer.decode(ids[len(prompt_ids) :]) != text  # Control: alone it has no space.
+
+        answer = completion(server, prompt, max_tokens=length, logprobs=2, echo=True)["choices"][0]
+        assert answer["text"] == prompt + text
+        assert "".join(answer["logprobs"]["tokens"]) == answer["text"]
+        offsets = answer["logprobs"]["text_offset"]
+        assert [answer["text"][i:].startswith(t) for i, t in zip(offsets, answer["logprobs"]["tokens"], strict=True)]
+        fields = {"temperature": 0, "ignore_eos": True, "max_tokens": length}
+        chunks = events(response(server, {"prompt": prompt, "stream": True, **fields})[1])  # pyright: ignore
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+        stopped = completion(server, prompt, max_tokens=length, stop=begins)["choices"][0]
+        assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
+
+        chat = {"messages": [{"role": "user", "content": "hi"}], **fields, "logprobs": True, "top_logprobs": 3}
+        choice: Any = response(server, chat, "/v1/chat/completions")[1]["choices"][0]  # pyright: ignore
+        content = choice["logprobs"]["content"]
+        joined = b"".join(bytes(entry["bytes"]) for entry in content)
+        assert joined.decode() == choice["message"]["content"]
+        assert all(entry["top_logprobs"][0]["bytes"] == entry["bytes"] for entry in content)
+    words = ["--prompt", prompt, "--tokens", str(length), "--temperature", "0", "--data.tokenizer", str(file)]
+    assert main(["generate", str(folder), *words]) == 0
+    assert capsys.readouterr().out == prompt + text + "\n"
+    assert main(["generate", str(folder), *words, "--samples", "2"]) == 0
+    assert capsys.readouterr().out.count(prompt + text) == 2
+    harness = Texts(folder, tokenizer=str(file))
+    assert harness.continued(prompt, [], most=length) == text
+    assert harness.continued(prompt, [begins], most=length) == ""
 
 
 @pytest.mark.parametrize(
@@ -206,7 +283,7 @@ def test_a_chat_is_its_template_rendered_and_ends_where_that_ends_an_answer(serv
         (b"{", 400, None, "no JSON"),
         (b"[]", 400, None, "no JSON object"),
         ({"prompt": "a", "model": "gpt-4"}, 404, "model", "this server has 'tiny'"),
-        ({"prompt": "a" * 33}, 413, "prompt", "the prompt has 33 tokens, and the model reads 32"),
+        ({"prompt": "a" * 33}, 400, "prompt", "the prompt has 33 tokens, and the model reads 32"),
         ({"prompt": [200]}, 400, "prompt", "the model knows those below 128"),
         ({"prompt": [-1]}, 400, "prompt", "token ids from 0"),
         ({"prompt": []}, 400, "prompt", "at least one"),
@@ -233,6 +310,7 @@ def test_a_wrong_request_is_refused(server: Server, body: Any, status: int, para
     assert answer["error"]["param"] == param
     assert answer["error"]["type"] == "invalid_request_error"
     assert text in answer["error"]["message"]
+    assert (answer["error"]["code"] == "context_length_exceeded") == ("33 tokens, and the model" in text)
 
 
 def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> None:
@@ -243,6 +321,13 @@ def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> No
     assert response(server, path="/health", Host=f"localhost:{server.server_port}") == (200, {"status": "ok"})
     (model,) = response(server, path="/v1/models")[1]["data"]  # pyright: ignore
     assert (model["id"], model["max_model_len"], model["chat"]) == ("tiny", SEQ_LEN, True)
+    assert response(server, path="/v1/models/tiny?x=1")[1] == model
+    assert response(server, path="/v1/models/%74iny")[1] == model
+    for name in ("other", "org/tiny", "org%2Ftiny", "tiny%2F", "%FF"):
+        status, answer = response(server, path=f"/v1/models/{name}")
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")  # pyright: ignore
+    assert response(server, path="/v1/models/")[0] == 404
+    assert response(server, {}, path="/v1/models/tiny")[0] == 405
     messages = [{"role": "nobody", "content": "a"}]
     status, answer = response(server, {"messages": messages}, "/v1/chat/completions")
     assert status == 400
@@ -311,10 +396,10 @@ def test_the_page_needs_nothing_from_elsewhere(server: Server) -> None:
 # Texts as they come
 
 
-def written(text: str, *stops: str, ends: tuple[int, ...] = ()) -> tuple[list[str], Writing]:
+def written(text: str, *stops: str, ends: tuple[int, ...] = ()) -> tuple[list[str], StreamingText]:
     """What comes out of a text whose bytes come one by one."""
     ids = [*text.encode()]
-    writing = Writing(Bytes(), len(ids), stops, ends)
+    writing = StreamingText(Bytes(), (), len(ids), stops, ends)
     return [piece for token in ids if (piece := writing.add([token]))], writing
 
 
