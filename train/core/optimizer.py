@@ -19,7 +19,8 @@ import optax
 from mupax.presets import ParamSpec
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core import transforms
+from mupax.train.core import rounding, transforms
+from mupax.train.core.rounding import Rounding
 from mupax.train.core.transforms import rows
 
 LEAST_STEPS = 1024
@@ -109,6 +110,37 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
         scale_by_schedule,
         optax.identity() if coupled else add_independent_decay,
     )
+
+
+def apply_gradients(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    factors: Any,
+    hyper: Hyper,
+    random: Rounding | None = None,
+) -> tuple[Any, Any]:
+    """Return the parameters and the optimizer state after one update.
+
+    Args:
+        tx: chain of `build`.
+        grads: gradient of every parameter that is trained.
+        opt_state: state before the update.
+        params: parameters before the update, with the names of `grads`.
+        factors: the preset's factors.
+        hyper: numbers of this step.
+        random: given where arrays are stored in bfloat16. All arithmetic is then in float32, and what is stored in bfloat16 is
+            rounded stochastically.
+    """
+    if random is None:
+        updates, opt_state = tx.update(grads, opt_state, params, factors=factors, hyper=hyper)
+        return optax.apply_updates(params, updates), opt_state
+    wide_grads, wide_state, wide_params = rounding.widened((grads, opt_state, params))
+    updates, new_state = tx.update(wide_grads, wide_state, wide_params, factors=factors, hyper=hyper)
+    new_params = optax.apply_updates(wide_params, updates)
+    return rounding.narrowed((new_params, new_state), (params, opt_state), random)
 
 
 def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:

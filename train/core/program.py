@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -216,6 +217,10 @@ def _drop(config: Config) -> Drop | None:
     return Drop(np.uint32(config.seed), np.array(model.drop_rates, np.float32))
 
 
+def _stores_bfloat16(model: Definition) -> bool:
+    return any(leaf.dtype == jnp.bfloat16 for leaf in model.abstract.values())
+
+
 def _inputs(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
     scaled = config.scaled_optimizer
     inputs = StepInputs(
@@ -225,6 +230,7 @@ def _inputs(config: Config, preset: Preset, model: Definition, trained: Collecti
         limits=nonfinite.limits(config.faults),
         drop=_drop(config),
         z_loss=np.float32(config.z_loss) if config.z_loss else None,
+        rounding_seed=np.uint32(config.seed) if _stores_bfloat16(model) else None,
     )
     check_run(preset, model, inputs.factors, scaled)
     if scaled.layer_decay != 1:
