@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from mupax.disk import system_error
 from mupax.errors import MupaxError, MupaxFailure
+from mupax.memory import exhausted
+from mupax.memory import gib as gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +37,8 @@ _EXIT_S = 5.0
 """How long a process whose command is done may take to end: threads of a library may wait for a disk or a network."""
 _WORDS_S = 0.5
 """How long the last words of a process may take: its terminal may be stopped, or its pipe full."""
+_LESS_MEMORY = "end other programs, raise the limit, or take a smaller batch or model"
+"""What helps where a command itself does not say what would."""
 _NO_BREAK = "\u00a0"
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -152,7 +156,9 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
             note(f"error: {error}")
             return 1
         except Exception as error:
-            if (cause := system_error(error)) is None:
+            if described := exhausted(error):
+                note(f"error: {described}; {_LESS_MEMORY}")
+            elif (cause := system_error(error)) is None:
                 traceback.print_exc()
             else:  # of a disk, say: where it happened is in its words
                 note(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}")
@@ -295,12 +301,3 @@ def si(number: float) -> str:
         number /= 1000
     digits = max(0, 3 - len(f"{abs(number):.0f}")) if letter else 0
     return f"{number:.{digits}f}{' ' if letter else ''}{letter}"
-
-
-def gib(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.0f} GiB" if count >= 1000 else f"{count:.3g} GiB"

@@ -19,8 +19,7 @@ import optax
 from mupax.presets import ParamSpec
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core import rounding, transforms
-from mupax.train.core.rounding import Rounding
+from mupax.train.core import transforms
 from mupax.train.core.transforms import rows
 
 LEAST_STEPS = 1024
@@ -120,7 +119,8 @@ def apply_gradients(
     *,
     factors: Any,
     hyper: Hyper,
-    random: Rounding | None = None,
+    rounding_seed: Any = None,
+    step: Any = None,
 ) -> tuple[Any, Any]:
     """Return the parameters and the optimizer state after one update.
 
@@ -131,16 +131,19 @@ def apply_gradients(
         params: parameters before the update, with the names of `grads`.
         factors: the preset's factors.
         hyper: numbers of this step.
-        random: given where arrays are stored in bfloat16. All arithmetic is then in float32, and what is stored in bfloat16 is
-            rounded stochastically.
+        rounding_seed: given where arrays are stored in bfloat16. All arithmetic is then in float32, and what is stored in
+            bfloat16 is rounded stochastically.
+        step: optimizer steps done, int32 []; read by the rounding.
     """
-    if random is None:
+    if rounding_seed is None:
         updates, opt_state = tx.update(grads, opt_state, params, factors=factors, hyper=hyper)
         return optax.apply_updates(params, updates), opt_state
+    from mupax.train.core import rounding
+
     wide_grads, wide_state, wide_params = rounding.widened((grads, opt_state, params))
     updates, new_state = tx.update(wide_grads, wide_state, wide_params, factors=factors, hyper=hyper)
     new_params = optax.apply_updates(wide_params, updates)
-    return rounding.narrowed((new_params, new_state), (params, opt_state), random)
+    return rounding.narrowed((new_params, new_state), (params, opt_state), rounding.Rounding(rounding_seed, step))
 
 
 def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:

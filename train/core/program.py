@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,13 @@ class Program:
         preset = preset_of(config)
         stds, inputs = init_stds(preset, self.definition), _inputs(config, preset, self.definition, self.trained)
         return dataclasses.replace(self, config=config, preset=preset, stds=stds, inputs=inputs)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training state on one device, and of the frozen reference of a centred output."""
+        reference = self.abstract.params if self.config.model.centered else {}
+        leaves = jax.tree.leaves((self.abstract, reference))
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def trained(self) -> frozenset[str]:

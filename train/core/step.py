@@ -19,7 +19,6 @@ from mupax.train.core import nonfinite
 from mupax.train.core.factors import Factors
 from mupax.train.core.loss import Sums, cross_entropy, of_logits
 from mupax.train.core.optimizer import apply_gradients
-from mupax.train.core.rounding import Rounding
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
@@ -180,9 +179,15 @@ def make_train_step(
         hyper = run.hyper.at(state.step)
 
         def update(trained: Arrays, opt_state: Any, average: Arrays | None) -> tuple[Arrays, Any, Arrays | None]:
-            random = None if run.rounding_seed is None else Rounding(run.rounding_seed, state.step)
             moved, opt_state = apply_gradients(
-                tx, grads, opt_state, trained, factors=run.factors, hyper=hyper, random=random
+                tx,
+                grads,
+                opt_state,
+                trained,
+                factors=run.factors,
+                hyper=hyper,
+                rounding_seed=run.rounding_seed,
+                step=state.step,
             )
             if average is not None:
                 average = averaged(average, {**state.params, **moved}, run.ema_decay, state.step)

@@ -147,8 +147,10 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
 
     Raises:
         DataError: the data is cut into other tokens than those the model knows.
+        MemoryLimitError: an evaluation batch needs more memory than there is.
     """
     from mupax.train import data as data_sources
+    from mupax.train.core.costs import fit
     from mupax.train.core.program import assemble
     from mupax.train.data import DataError, named_sets
     from mupax.train.run.evaluate import evaluate
@@ -172,7 +174,10 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
     if named:
         check_classes(named, data.class_names, saved, config.data.name)
     sets = {name: named_sets.load(name, config, data, note=console.print) for name in config.data.evaluation_sets}
-    params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
+    limit = fit.limit_of(program)
+    eval_fn = program.compile_eval()
+    fit.check_evaluation(program, eval_fn, limit)
+    params, inputs = saved.params(program.abstract), program.step_inputs()
     outcomes, began = None, time.monotonic()
     if data.kind == "images":
         from mupax.train.reuse.predict.scores import Outcomes

@@ -386,9 +386,11 @@ def test_bfloat16_parameters_move_at_small_rates_as_float32_ones_do(name: str) -
     def moved(dtype: str, rounds: bool) -> Any:
         def one(carry: Any, step: jax.Array) -> tuple[Any, None]:
             w, state = carry
-            source = rounding.Rounding(jnp.uint32(0), step) if rounds else None
+            seed = jnp.uint32(0) if rounds else None
             given = {n: g.astype(dtype) for n, g in grads.items()}
-            new = optimizer.apply_gradients(tx, given, state, w, factors=factors, hyper=hyper, random=source)
+            new = optimizer.apply_gradients(
+                tx, given, state, w, factors=factors, hyper=hyper, rounding_seed=seed, step=step
+            )
             return jax.tree.map(lambda after, before: after.astype(before.dtype), new, carry), None
 
         w = {n: x.astype(dtype) for n, x in ones.items()}
