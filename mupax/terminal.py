@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
 
 from mupax.disk import system_error
 from mupax.errors import MupaxError, MupaxFailure
+from mupax.memory import exhausted
+from mupax.memory import gib as gib
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +39,8 @@ _WORDS_S = 0.5
 """How long the last words of a process may take: its terminal may be stopped, or its pipe full."""
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
 """A word of a command with its quotes."""
+_LESS_MEMORY = "end other programs, raise the limit, or take a smaller batch or model"
+"""What helps where a command itself does not say what would."""
 _NO_BREAK = "\u00a0"
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -193,7 +197,9 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
             note(f"error: {error}")
             return 1
         except Exception as error:
-            if (cause := system_error(error)) is None:
+            if described := exhausted(error):
+                note(f"error: {described}; {_LESS_MEMORY}")
+            elif (cause := system_error(error)) is None:
                 traceback.print_exc()
             else:  # of a disk, say: where it happened is in its words
                 note(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}")
@@ -336,12 +342,3 @@ def si(number: float) -> str:
         number /= 1000
     digits = max(0, 3 - len(f"{abs(number):.0f}")) if letter else 0
     return f"{number:.{digits}f}{' ' if letter else ''}{letter}"
-
-
-def gib(count: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1024:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:,.0f} GiB" if count >= 1000 else f"{count:.3g} GiB"

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mupax import terminal
+from mupax import memory, terminal
 
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
@@ -65,6 +65,20 @@ COMMANDS = {
 `command` makes a run, which goes on as a recipe's does."""
 
 
+_LESS_MEMORY = {
+    "check": "Write fewer --sizes, or a smaller --model.seq-len",
+    "sweep": "Write a smaller --data.batch-size, or more --accumulation-steps",
+    "tune": "Write a smaller --data.batch-size, or more --accumulation-steps",
+    "transfer": "Write a smaller --data.batch-size, or fewer sizes",
+    "eval": "Write a smaller --data.eval-batch-size",
+    "noise": "Write a smaller --data.batch-size, or fewer --batches",
+    "predict": "Name fewer images at a time",
+    "generate": "Write fewer --samples or a shorter --prompt",
+    "serve": "Ask for fewer samples at a time, or serve a smaller model",
+}
+"""What takes less memory in a command where it ran out."""
+
+
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `mupax train`."""
@@ -106,7 +120,8 @@ def _command(argv: list[str]) -> int:
 
         command = finetune.command(words)
     elif name in COMMANDS:
-        return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
+        with memory.explained(_LESS_MEMORY.get(name, "Take a smaller model, or a machine with more memory")):
+            return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
     else:
         command = cli.parse(name, start or cli.recipe(name), words)
     if command.print_config:

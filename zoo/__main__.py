@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, memory, terminal
 from mupax.command_line import Switch
 from mupax.zoo import configs, flops
 from mupax.zoo.families import ModelConfig
@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
         wrong = f"{argv[0]} is a model, not a command; write `mupax zoo describe {argv[0]}`"
         raise command_line.UsageError(wrong)
     commands = {"list": List, "describe": Describe, "import": Import, "export": Export}
-    return command_line.run("mupax zoo", commands, with_group_constants(argv), default="list")
+    with memory.explained("Take a smaller model, or a machine with more memory"):
+        return command_line.run("mupax zoo", commands, with_group_constants(argv), default="list")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ class ComputeConfig:
     cross_entropy: CrossEntropy = "auto"
     """All logits at once, those of a few tokens at a time, or of a part of the vocabulary; auto takes parts where logits would be large."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage of parameters and optimizer state."""
+    """Storage of parameters and optimizer state. Updates are computed in float32; bfloat16 is rounded stochastically."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Matrix products and activations; norms, softmax and the loss stay in float32."""
     product_dtype: Literal["int8", "float8"] | None = None

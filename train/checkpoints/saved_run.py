@@ -65,14 +65,18 @@ class Trained(NamedTuple):
         Raises:
             WorkdirError: the checkpoint is damaged, or is of another model.
             ForeignError, DiskError: as `verified`.
+            MemoryLimitError: there is not enough memory for them.
         """
         import jax
         from orbax.checkpoint import v1 as ocp
 
+        from mupax.train.core.costs import fit
+
+        target = getattr(abstract, self.weights)
+        fit.check_arrays(target, f"the parameters of {self.workdir}", "Take a machine with more memory")
         checkpoint = self.verified()
         patience = disk.Patience()
         stored: Any = patience(lambda: ocp.metadata(str(checkpoint)), checkpoint).metadata
-        target = getattr(abstract, self.weights)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
         if shapes != {name: leaf.shape for name, leaf in target.items()}:
             raise WorkdirError(f"checkpoint {self.step} of {self.workdir} holds another model than {RECORD} says")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import __version__, disk, terminal
-from mupax.paths import is_remote, path_of
+from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
 from mupax.train.config import plugins
@@ -30,6 +30,8 @@ RECORD = "config.json"
 _SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL = ".shared", ".lock", ".owner", ".writable", f".{RECORD}.partial"
 _FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL, *PROBES, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
+_BEFORE_STEPS = (RECORD, "metrics.jsonl", "tensorboard", "assets", CHECKPOINTS)
+"""Everything else that a run writes before its first step is done."""
 _FIXED = (
     *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
     *(
@@ -85,6 +87,8 @@ def _claim(config: Config) -> tuple[str, bool]:
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
     occupied = not all(any(map(Path(name).match, _FIRST)) for name in disk.names(path))
+    if occupied and not config.resume and _unstarted(path):
+        occupied = False  # `start_anew` empties the folder as soon as it is locked
     if occupied and not config.resume:
         raise WorkdirError(
             f"the workdir {_shown(path)} is not empty; add --resume to continue the run in it, "
@@ -111,6 +115,35 @@ def _claim(config: Config) -> tuple[str, bool]:
             terminal.note(f"caution: {before[1]}; written again as the newest checkpoint has it")
             disk.write_whole(path / RECORD, json.dumps(before[0], indent=2) + "\n")
     return str(path), occupied
+
+
+def _unstarted(path: Path) -> bool:
+    """Return whether a folder holds nothing but a run that failed or was stopped before its first step was done."""
+    known = (*_FIRST, *_BEFORE_STEPS)
+    if not all(any(map(Path(name).match, known)) for name in disk.names(path)):
+        return False
+    saves = [name for name in disk.names(path / CHECKPOINTS) if not any(map(Path(name).match, PROBES))]
+    metrics = disk.status(path / "metrics.jsonl")
+    has_rows = metrics is not None and metrics.st_size > 0
+    return not saves and not has_rows and disk.status(path / RECORD) is not None
+
+
+def start_anew(path: Path) -> None:
+    """Empty a locked folder of what a run has left that failed or was stopped before its first step was done.
+
+    Raises:
+        WorkdirError: another run has done steps in the folder since it was claimed.
+    """
+    if not any(name in _BEFORE_STEPS for name in disk.names(path)):
+        return
+    if not _unstarted(path):
+        raise WorkdirError(
+            f"another run has begun in the workdir {_shown(path)} meanwhile; add --resume to go on with it, or give "
+            "--workdir another folder"
+        )
+    terminal.note(f"{_shown(path)} holds a run that ended before its first step; starting it anew")
+    for name in _BEFORE_STEPS:
+        remove_tree(path / name)
 
 
 @contextlib.contextmanager

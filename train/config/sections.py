@@ -191,6 +191,8 @@ class FaultsConfig:
     """Leave the steps of loss spikes out."""
     watchdog_seconds: float | None = 600.0
     """Print what every thread is at when nothing was finished for so long; compiling does not count. None never does."""
+    memory_check: bool = True
+    """Refuse a run that needs more memory than the devices have left, before its first step."""
 
     def __post_init__(self) -> None:
         if self.bad_numbers not in get_args(BadNumbers):

@@ -111,6 +111,41 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
     )
 
 
+def apply_gradients(
+    tx: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    *,
+    factors: Any,
+    hyper: Hyper,
+    rounding_seed: Any = None,
+    step: Any = None,
+) -> tuple[Any, Any]:
+    """Return the parameters and the optimizer state after one update.
+
+    Args:
+        tx: chain of `build`.
+        grads: gradient of every parameter that is trained.
+        opt_state: state before the update.
+        params: parameters before the update, with the names of `grads`.
+        factors: the preset's factors.
+        hyper: numbers of this step.
+        rounding_seed: given where arrays are stored in bfloat16. All arithmetic is then in float32, and what is stored in
+            bfloat16 is rounded stochastically.
+        step: optimizer steps done, int32 []; read by the rounding.
+    """
+    if rounding_seed is None:
+        updates, opt_state = tx.update(grads, opt_state, params, factors=factors, hyper=hyper)
+        return optax.apply_updates(params, updates), opt_state
+    from mupax.train.core import rounding
+
+    wide_grads, wide_state, wide_params = rounding.widened((grads, opt_state, params))
+    updates, new_state = tx.update(wide_grads, wide_state, wide_params, factors=factors, hyper=hyper)
+    new_params = optax.apply_updates(wide_params, updates)
+    return rounding.narrowed((new_params, new_state), (params, opt_state), rounding.Rounding(rounding_seed, step))
+
+
 def _clip(norm: float, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformation:
     """Clipping of the loss's gradient; how far loads are from even ones is neither counted in it nor clipped."""
     clip, loads = optax.clip_by_global_norm(norm), {name for name, spec in specs.items() if spec.moved_by_loads}

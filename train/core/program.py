@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -65,6 +67,13 @@ class Program:
         preset = preset_of(config)
         stds, inputs = init_stds(preset, self.definition), _inputs(config, preset, self.definition, self.trained)
         return dataclasses.replace(self, config=config, preset=preset, stds=stds, inputs=inputs)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the training state on one device, and of the frozen reference of a centred output."""
+        reference = self.abstract.params if self.config.model.centered else {}
+        leaves = jax.tree.leaves((self.abstract, reference))
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def trained(self) -> frozenset[str]:
@@ -216,6 +225,10 @@ def _drop(config: Config) -> Drop | None:
     return Drop(np.uint32(config.seed), np.array(model.drop_rates, np.float32))
 
 
+def _stores_bfloat16(model: Definition) -> bool:
+    return any(leaf.dtype == jnp.bfloat16 for leaf in model.abstract.values())
+
+
 def _inputs(config: Config, preset: Preset, model: Definition, trained: Collection[str]) -> StepInputs:
     scaled = config.scaled_optimizer
     inputs = StepInputs(
@@ -225,6 +238,7 @@ def _inputs(config: Config, preset: Preset, model: Definition, trained: Collecti
         limits=nonfinite.limits(config.faults),
         drop=_drop(config),
         z_loss=np.float32(config.z_loss) if config.z_loss else None,
+        rounding_seed=np.uint32(config.seed) if _stores_bfloat16(model) else None,
     )
     check_run(preset, model, inputs.factors, scaled)
     if scaled.layer_decay != 1:

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from mupax.train.core import nonfinite
 from mupax.train.core.factors import Factors
 from mupax.train.core.loss import Sums, cross_entropy, of_logits
+from mupax.train.core.optimizer import apply_gradients
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
 from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
@@ -130,13 +131,19 @@ def _summed(
     else:
         # Microbatch i takes every accumulation_steps-th row, so that each device splits the rows it already holds.
         micros = jax.tree.map(lambda x: x.reshape(-1, accumulation_steps, *x.shape[1:]).swapaxes(0, 1), batch)
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(grad, trained, jax.tree.map(lambda x: x[0], micros)))
+        shapes = jax.eval_shape(grad, trained, jax.tree.map(lambda x: x[0], micros))
+        zeros = jax.tree.map(_zeros, shapes)
 
         def add(total: Any, micro: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, grad(trained, micro)), None
 
         (grads, sums), _ = jax.lax.scan(add, zeros, micros)
     return grads, sums
+
+
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    # Sums of many microbatches are float32: bfloat16 would lose the small ones.
+    return jnp.zeros(shape.shape, jnp.float32 if shape.dtype == jnp.bfloat16 else shape.dtype)
 
 
 def make_train_step(
@@ -172,8 +179,16 @@ def make_train_step(
         hyper = run.hyper.at(state.step)
 
         def update(trained: Arrays, opt_state: Any, average: Arrays | None) -> tuple[Arrays, Any, Arrays | None]:
-            updates, opt_state = tx.update(grads, opt_state, trained, factors=run.factors, hyper=hyper)
-            moved: Any = optax.apply_updates(trained, updates)  # pyright: ignore[reportArgumentType]
+            moved, opt_state = apply_gradients(
+                tx,
+                grads,
+                opt_state,
+                trained,
+                factors=run.factors,
+                hyper=hyper,
+                rounding_seed=run.rounding_seed,
+                step=state.step,
+            )
             if average is not None:
                 average = averaged(average, {**state.params, **moved}, run.ema_decay, state.step)
             return moved, opt_state, average

@@ -14,6 +14,7 @@ from mupax.train.checkpoints import assets, failures, workdir
 from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.run import Config, MeshConfig
+from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.train.reuse.source import WeightsError
@@ -35,6 +36,7 @@ def whole_state(folder: Path, program: Program) -> TrainState:
         WeightsError: the checkpoint holds another state than the config says.
     """
     abstract, path = program.abstract.arrays(), str(folder.absolute())
+    fit.check_arrays(abstract, f"parameters and optimizer state of {folder}", "Take a machine with more memory")
     stored: Any = ocp.metadata(path).metadata
     if [leaf.shape for leaf in jax.tree.leaves(stored)] != [leaf.shape for leaf in jax.tree.leaves(abstract)]:
         raise WeightsError(f"{folder}: the checkpoint holds another state than {workdir.RECORD} says")

@@ -94,6 +94,8 @@ def _costs(program: Program) -> str:
     if usage := fit.needs(program):
         how = "compiled for this mesh" if usage.compiled else "estimated from the step of one"
         rows["step needs"] = f"{terminal.gib(usage.temporary)} for activations and gradients, {how}"
+        if usage.saved:
+            rows["a checkpoint needs"] = f"{terminal.gib(usage.saved)} for a copy of the state while steps go on"
         rows["peak per device"] = f"about {terminal.gib(usage.peak)}"
         limit = fit.room(program.mesh.devices.flat[0])
         if limit:

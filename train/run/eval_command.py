@@ -184,8 +184,10 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
 
     Raises:
         DataError: the data is cut into other tokens than those the model knows.
+        MemoryLimitError: an evaluation batch needs more memory than there is.
     """
     from mupax.train import data as data_sources
+    from mupax.train.core.costs import fit
     from mupax.train.core.program import assemble
     from mupax.train.data import DataError, named_sets
     from mupax.train.run.evaluate import evaluate
@@ -216,7 +218,11 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
             if not skip_sets:
                 raise
             terminal.note(f"note: {error}; left out")
-    params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
+    limit = fit.limit_of(program)
+    eval_fn = program.compile_eval()
+    fit.check_evaluation(program, eval_fn, limit)
+    params = saved.params(program.abstract)
+    inputs = program.step_inputs()
     outcomes, began = None, time.monotonic()
     if data.kind == "images":
         from mupax.train.reuse.predict.scores import Outcomes

@@ -57,12 +57,13 @@ def evaluate(
     with Prefetch(data.eval_batches(*feed.rows), feed.put) as batches:
         for batch in batches:
             with dispatching():
-                sums = eval_fn(params, inputs, batch)
+                # Fetched at once: on a CPU a queued batch has its temporaries too.
+                sums = jax.device_get(eval_fn(params, inputs, batch))
             if observer is not None:
                 observer(batch)
-            total = sums if total is None else jax.tree.map(np.add, total, jax.device_get(sums))
+            total = sums if total is None else jax.tree.map(np.add, total, sums)
     assert total is not None, "data without evaluation examples"
-    loss, correct, weight = (float(x) for x in jax.device_get((total.loss, total.correct, total.weight)))
+    loss, correct, weight = (float(x) for x in (total.loss, total.correct, total.weight))
     return Scores(loss / weight, correct / weight, int(weight) if math.isfinite(weight) else 0)
 
 

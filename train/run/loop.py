@@ -26,10 +26,19 @@ from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
 from mupax.train.run.runtime import Interrupted, Runtime, runtime
-from mupax.train.run.start import Position, Session, compiled, load_data, load_sets, rewound, starting_position
+from mupax.train.run.start import (
+    Position,
+    Session,
+    check_state,
+    compiled,
+    load_data,
+    load_sets,
+    memory_limit,
+    out_of_memory,
+    rewound,
+    starting_position,
+)
 
-IN_FLIGHT = 2
-"""Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
 _LISTEN_S = 0.1
 """How often a run that waits for data looks whether it is to stop."""
 
@@ -43,6 +52,8 @@ def run(config: Config) -> int:
     Raises:
         ConfigError, PresetError, MeshError, DataError, WorkdirError: bad input, before the first step.
         MupaxError: a tracker that is not installed, before anything is prepared.
+        MemoryLimitError: more memory is needed than there is, before the first step.
+        OutOfMemory: memory ran out all the same.
         DataError, ReadError: data that cannot be read later on, after saving.
         SystemExit: stopped by a signal with nothing to save.
     """
@@ -53,12 +64,17 @@ def run(config: Config) -> int:
         trackers.check(config.log)
     with runtime(config) as rt:
         program = assemble(rt.config)
+        check_state(program, memory_limit(program, rt, "start"))
         data = load_data(program, rt)
         sets, keep = load_sets(program, data, rt), rt.config.checkpoint
+        limit = memory_limit(program, rt, "data")
         best = Ranking(keep.keep_best or 0, keep.best_metric)
-        with Checkpoints(rt.folder, keep.keep, rt.processes, rt.console.print, rt.send, best) as checkpoints:
+        with (
+            Checkpoints(rt.folder, keep.keep, rt.processes, rt.console.print, rt.send, best) as checkpoints,
+            out_of_memory(program),
+        ):
             position = starting_position(program, data, sets, checkpoints, rt)
-            session = compiled(program, data, sets, checkpoints, rt, position)
+            session = compiled(program, data, sets, checkpoints, rt, position, limit)
             if position.step < rt.config.steps:
                 rt.console.print(f"compiled in {session.compile_seconds:.1f} s")
             rt.stop.defer()
@@ -139,13 +155,13 @@ def train(session: Session, position: Position) -> TrainState:
                 evaluation(session, report, state, step)
             while step < steps and not session.evaluations.stopped:
                 batch = next_batch(batches, report, rt, step + 1)
-                oldest = max(position.step, step - IN_FLIGHT) + 1
+                oldest = max(position.step, step - session.in_flight) + 1
                 with rt.dispatching(f"step {oldest}, which the devices work on"), report.profile.step(step + 1):
                     state, metrics = session.step_fn(state, session.inputs, batch)
                 step += 1
                 report.add(step, metrics)
-                report.fetch(IN_FLIGHT)
-                report.check(step - IN_FLIGHT)
+                report.fetch(session.in_flight)
+                report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
         except (Interrupted, DataError, ReadError) as error:
             reason = error

@@ -156,6 +156,8 @@ def runtime(config: Config) -> Iterator[Runtime]:
             _spool(folder, processes) as spool,
             Watchdog(config.faults.watchdog_seconds) as watchdog,
         ):
+            if not resumed and processes.leader:
+                workdir.start_anew(folder)
             if resumed or config.init.init_from is not None:
                 from mupax.train.reuse.start import init_from
 

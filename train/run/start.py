@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
 from rich.console import Console
 
+from mupax import memory
 from mupax.terminal import rich_console
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import assets, selection, workdir
@@ -31,6 +34,9 @@ from mupax.train.run.runtime import Runtime
 
 if TYPE_CHECKING:
     from mupax.train.run.report.mirrors.snapshots import Snapshots
+
+IN_FLIGHT = 2
+"""Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +76,82 @@ class Session:
     evaluations: Evaluations
     snapshots: Snapshots | None = None
     """Takes images and histograms at evaluations, where they are asked for."""
+    in_flight: int = IN_FLIGHT
+    """Steps that are queued on the devices before the host waits for the oldest."""
     speed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Lines of the summary about how fast it went, by their label; those of the last attempt."""
 
 
+def memory_limit(program: Program, rt: Runtime, when: str) -> int | None:
+    """Return the bytes that a device of this run has left, the least over all processes; None where they are not to be checked.
+
+    Args:
+        program: program of the run.
+        rt: surroundings of the run.
+        when: name of the moment, used once in a run.
+    """
+    if not (program.config.faults.memory_check and memory.checks()):
+        return None
+    on_cpu = program.layout.platform == "cpu"
+    place = socket.gethostname(), memory.device_room(jax.local_devices()[0], jax.local_device_count())
+    gathered = rt.processes.gather(f"memory/{when}", place)
+
+    def least() -> int | None:
+        hosts = [host for host, _ in gathered or ()]
+        # Processes of one host share its memory, which each of them sees whole.
+        shares = [room // (hosts.count(host) if on_cpu else 1) for host, room in gathered or () if room is not None]
+        return min(shares, default=None)
+
+    return rt.processes.broadcast(f"memory/{when}/least", least)
+
+
+def check_state(program: Program, limit: int | None) -> None:
+    """Refuse a run whose parameters, optimizer state and gradients alone do not fit, before anything is compiled.
+
+    Args:
+        program: program of the run.
+        limit: bytes that a device has left; None checks nothing.
+
+    Raises:
+        MemoryLimitError: they do not fit.
+    """
+    # Four times the state is more than the state, its gradients and a checkpoint's copy.
+    if limit is not None and 4 * program.state_bytes > limit:
+        from mupax.train.core.costs import fit
+
+        fit.check_state(program, limit)
+
+
+def _check_steps(program: Program, step: jax.stages.Compiled, evaluation: jax.stages.Compiled, limit: int) -> None:
+    """Refuse a run whose compiled programs do not fit."""
+    analyses = [analysis for one in (step, evaluation) if (analysis := one.memory_analysis()) is not None]
+    most = max((one.argument_size_in_bytes + one.temp_size_in_bytes for one in analyses), default=0)
+    # What else may lie there is less than the state and a checkpoint's copy of it.
+    if most + 2 * program.state_bytes > limit:
+        from mupax.train.core.costs import fit
+
+        fit.check_step(program, step, limit)
+        fit.check_evaluation(program, evaluation, limit, held=fit.optimizer_bytes(program))
+
+
+def _steps_in_flight(program: Program, step: jax.stages.Compiled, limit: int | None) -> int:
+    """Return how many steps may be queued. On a CPU each has its temporaries from the moment that it is queued."""
+    analysis = step.memory_analysis()
+    if program.layout.platform != "cpu" or limit is None or analysis is None:
+        return IN_FLIGHT
+    temporary = analysis.temp_size_in_bytes
+    spare = limit // 2 - analysis.argument_size_in_bytes - program.state_bytes - temporary
+    return max(0, min(IN_FLIGHT, spare // max(1, temporary)))
+
+
 def compiled(
-    program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, rt: Runtime, position: Position
+    program: Program,
+    data: Data,
+    sets: dict[str, Data],
+    checkpoints: Checkpoints,
+    rt: Runtime,
+    position: Position,
+    limit: int | None = None,
 ) -> Session:
     """The session of a run, its two programs compiled: the only compilations that the run does, but for images and histograms.
 
@@ -86,9 +162,17 @@ def compiled(
         checkpoints: of its folder.
         rt: its surroundings; all processes wait for the slowest compiler.
         position: where it starts.
+        limit: bytes that a device had left before the state lay there; None checks nothing.
+
+    Raises:
+        MemoryLimitError: the step or the evaluation needs more.
     """
-    began, step_fn = time.monotonic(), program.compile_train()
+    began = time.monotonic()
+    step_fn = program.compile_train()
     eval_fn = program.compile_eval(step_fn)
+    if limit is not None:
+        _check_steps(program, step_fn, eval_fn, limit)
+    in_flight = _steps_in_flight(program, step_fn, limit)
     seconds = time.monotonic() - began
     # Patient; the first collective operation waits half a minute for a slower compiler.
     rt.processes.barrier("compiled")
@@ -104,8 +188,38 @@ def compiled(
 
         snapshots = Snapshots(program, data, inputs)
     return Session(
-        program, data, checkpoints, rt, step_fn, eval_fn, inputs, began, seconds, sets, evaluations, snapshots
+        program,
+        data,
+        checkpoints,
+        rt,
+        step_fn,
+        eval_fn,
+        inputs,
+        began,
+        seconds,
+        sets,
+        evaluations,
+        snapshots,
+        in_flight,
     )
+
+
+@contextlib.contextmanager
+def out_of_memory(program: Program) -> Iterator[None]:
+    """Turn an error that says that memory ran out into one message with the flags that take less.
+
+    Raises:
+        OutOfMemory: in place of such an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        described = memory.exhausted(error)
+        if described is None:
+            raise
+        from mupax.train.core.costs import fit
+
+        raise memory.OutOfMemory(f"{described}. {fit.advice(program)}") from error
 
 
 def load_data(program: Program, runtime: Runtime) -> Data:

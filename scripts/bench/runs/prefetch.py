@@ -25,11 +25,10 @@ from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
 from mupax.train.parallel.processes import Processes
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.run import loop
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.results import Report
 from mupax.train.run.runtime import Runtime, Watchdog
-from mupax.train.run.start import Position
+from mupax.train.run.start import IN_FLIGHT, Position
 from scripts.bench.in_turns import compared
 
 RECIPE = {"lm": "lm-tiny", "vit": "vit-digits"}
@@ -88,7 +87,7 @@ class Loop:
                 batch = next(batches)
                 self.state, metrics = self.step(self.state, self.numbers, batch)
                 report.add(number, metrics)
-                report.fetch(loop.IN_FLIGHT)
+                report.fetch(IN_FLIGHT)
             report.fetch()
             return (time.perf_counter() - began) / steps
 

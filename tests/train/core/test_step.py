@@ -15,7 +15,7 @@ import pytest
 
 from mupax import presets
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core import nonfinite
+from mupax.train.core import nonfinite, optimizer, rounding
 from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
@@ -345,11 +345,91 @@ def test_gamma0_divides_a_centred_output_once() -> None:
 
 # Precision
 
+BFLOAT16 = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(DECODER, compute=ComputeConfig(dtype="bfloat16", param_dtype="bfloat16")),
+    accumulation_steps=2,
+)
+
 
 def test_bfloat16_storage_and_products_train() -> None:
-    compute = ComputeConfig(dtype="bfloat16", param_dtype="bfloat16")
-    config = dataclasses.replace(CONFIG, model=dataclasses.replace(DECODER, compute=compute), accumulation_steps=2)
-    _, _, after, metrics = stepped(config)
+    _, _, after, metrics = stepped(BFLOAT16)
     assert {leaf.dtype for leaf in after.params.values()} == {jnp.dtype(jnp.bfloat16)}
     # 8 bits of each number; the loss is near ln 17.
     assert metrics["loss"] == pytest.approx(stepped()[3]["loss"], rel=0.02)
+
+
+def test_a_rounded_number_is_right_on_average_and_stays_where_it_can_be_stored() -> None:
+    numbers = np.array([1.0, 1.0005, -0.3001, 3e-5, 0.0, 65504.0, np.inf, np.nan], np.float32)
+    x = jnp.asarray(np.repeat(numbers[:, None], 40_000, axis=1))
+    rounded = np.asarray(rounding.stochastically_rounded(x, jnp.uint32(7)), np.float32)
+    np.testing.assert_allclose(rounded.mean(axis=1), numbers, rtol=5e-5)
+    stored = np.asarray(jnp.asarray(numbers, jnp.bfloat16), np.float32) == numbers
+    assert all(len(np.unique(rounded[i])) == (1 if stored[i] or np.isnan(numbers[i]) else 2) for i in range(8))
+    bits = (rounded[1] > 1).astype(np.float64) - 0.064  # 0.0005 of the 2^-7 that stored numbers are apart
+    for lag in (1, 2, 64, 200):
+        assert abs(np.mean(bits[lag:] * bits[:-lag])) < 0.002, "neighbours are rounded alike"
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon"])
+def test_bfloat16_parameters_move_at_small_rates_as_float32_ones_do(name: str) -> None:
+    config, definition = OptimizerConfig(name=name), program_of().definition
+    trained = {n: definition.specs[n] for n in ("norm.gain", "block.mlp.up", "readout")}
+    factors = program_of().inputs.factors.moving(trained)
+    hyper = program_of().inputs.hyper._replace(schedule=1.0, peak_lr=1e-4)
+    tx = optimizer.build(config, trained)
+    ones = {n: jnp.ones(definition.abstract[n].shape) for n in trained}
+    random = np.random.default_rng(0)
+    grads = {n: 1 + 0.3 * random.standard_normal(w.shape).astype(np.float32) for n, w in ones.items()}
+
+    @functools.partial(jax.jit, static_argnames=("dtype", "rounds"))
+    def moved(dtype: str, rounds: bool) -> Any:
+        def one(carry: Any, step: jax.Array) -> tuple[Any, None]:
+            w, state = carry
+            seed = jnp.uint32(0) if rounds else None
+            given = {n: g.astype(dtype) for n, g in grads.items()}
+            new = optimizer.apply_gradients(
+                tx, given, state, w, factors=factors, hyper=hyper, rounding_seed=seed, step=step
+            )
+            return jax.tree.map(lambda after, before: after.astype(before.dtype), new, carry), None
+
+        w = {n: x.astype(dtype) for n, x in ones.items()}
+        (w, state), _ = jax.lax.scan(one, (w, tx.init(w)), jnp.arange(100))
+        assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(state) if leaf.ndim)
+        return {n: jnp.mean(x.astype(jnp.float32) - 1) for n, x in w.items()}
+
+    want, got, nearest = moved("float32", False), moved("bfloat16", True), moved("bfloat16", False)
+    still = 0
+    for n, move in want.items():
+        error = 0.02 / ones[n].size ** 0.5 + 0.02 * abs(float(move))  # of chance, and of the numbers
+        assert float(got[n]) == pytest.approx(float(move), abs=error), n
+        still += float(nearest[n]) == 0
+    assert still > 0, "the control: rounded to the nearest, parameters stay where they are"
+
+
+def test_a_step_rounds_by_seed_and_step_alone() -> None:
+    step, (state, inputs) = compiled(BFLOAT16), start_of(BFLOAT16)
+    after = [step(copied(state), inputs, batch_of())[0] for _ in range(2)]
+    other = step(copied(state), inputs._replace(rounding_seed=np.uint32(1)), batch_of())[0]
+    later = step(copied(state._replace(step=state.step + 1)), inputs, batch_of())[0]
+    for name, first in after[0].params.items():
+        np.testing.assert_array_equal(first, after[1].params[name])
+    for changed in (other, later):
+        assert any(np.any(changed.params[name] != w) for name, w in after[0].params.items())
+    assert program_of().inputs.rounding_seed is None, "float32 runs round nothing"
+
+
+def test_gradients_of_microbatches_are_summed_in_float32() -> None:
+    model = dataclasses.replace(DECODER, compute=ComputeConfig(param_dtype="bfloat16"))
+    config = dataclasses.replace(CONFIG, model=model, data=dataclasses.replace(CONFIG.data, batch_size=64))
+    program, (state, inputs) = program_of(config), start_of(config)
+    wide = {name: w.astype(jnp.float32) for name, w in state.params.items()}
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradients(params: Any, parts: int) -> Any:
+        return steps.gradients(program.definition, params, inputs, batch, parts)[0]
+
+    batch = batch_of(config)
+    want, got = gradients(wide, 1), gradients(state.params, 64)
+    # 0.0055, as of one batch; summed in bfloat16 it was 0.015.
+    assert max(float(jnp.linalg.norm(got[n] - w) / jnp.linalg.norm(w)) for n, w in want.items()) < 0.008

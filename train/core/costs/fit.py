@@ -6,25 +6,29 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from mupax import memory as host_memory
+from mupax.memory import MemoryLimitError
 from mupax.terminal import gib
 from mupax.train.config.data import DataConfig
 from mupax.train.config.run import Config
 from mupax.train.core.costs import absent, memory
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.mesh import MeshError
+from mupax.zoo.configs import ConfigError
+from mupax.zoo.definition import definition
 
 _TRIES = 4
 """Proposals that are compiled; the estimates that order them are within some ten per cent."""
 _SLACK = 0.9
 """Of the memory, as an estimate may be: the rest is the runtime's and the host's."""
-_CGROUP = Path("/sys/fs/cgroup/memory.max")
+OVERRIDE = "--faults.no-memory-check starts the run all the same"
+"""Last sentence of a refusal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +39,18 @@ class Needs:
         state: what goes in: parameters, moments, the batch.
         temporary: activations and gradients.
         compiled: whether the compiler says so; else it is an estimate, of devices that are not here.
+        saved: a copy of the state on a CPU, whose memory a checkpoint takes while the next steps run.
     """
 
     state: int
     temporary: int
     compiled: bool = True
+    saved: int = 0
 
     @property
     def peak(self) -> int:
-        """Both."""
-        return self.state + self.temporary
+        """Sum of all."""
+        return self.state + self.temporary + self.saved
 
     def fits(self, limit: int) -> bool:
         """Whether a device of so many bytes has room for it."""
@@ -69,45 +75,186 @@ def needs(program: Program) -> Needs | None:
     if not absent.here(program):
         row = absent.per_row(program.config)
         return None if row is None else _estimated(program, row)
-    analysis = program.compile_train().memory_analysis()
-    return analysis and Needs(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes)
+    return needs_of(program, program.compile_train())
+
+
+def needs_of(program: Program, step: jax.stages.Compiled) -> Needs | None:
+    """Return what a compiled training step takes, or None where the compiler does not say.
+
+    Args:
+        program: program of the run.
+        step: from `Program.compile_train`.
+    """
+    analysis = step.memory_analysis()
+    if analysis is None:
+        return None
+    return Needs(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes, saved=_saved(program))
+
+
+def needs_by_shapes(program: Program) -> Needs:
+    """Estimate what a step takes without compiling it, from the shapes of the state, its gradients and the activations."""
+    temporary = _gradients(program) + _activations(program, program.config)
+    return Needs(_state(program), temporary, compiled=False, saved=_saved(program))
 
 
 def room(device: Any) -> int | None:
-    """Bytes that a device may have in use: of a CPU its part of the host's memory. None where it is not known.
+    """Return the bytes that a device has left, or None where that is not known. A CPU device has its share of the host's.
 
     Args:
         device: a `jax.Device`.
     """
-    if device.platform != "cpu":
-        return (device.memory_stats() or {}).get("bytes_limit")
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _CGROUP.read_text().strip() if _CGROUP.is_file() else "max"
-    return min(total, int(limit) if limit.isdecimal() else total) // jax.local_device_count()
+    return host_memory.device_room(device, jax.local_device_count())
 
 
-def verdict(program: Program, usage: Needs, limit: int) -> str | None:
-    """A sentence for a step that does not fit, with the flags that would; None for one that does.
+def limit_of(program: Program) -> int | None:
+    """Return the bytes that a device of a program has left; None where a config or `MUPAX_MEMORY_CHECK` says not to check."""
+    if not (program.config.faults.memory_check and host_memory.checks()):
+        return None
+    local = [device for device in program.mesh.devices.flat if device.process_index == jax.process_index()]
+    return room(local[0]) if local else None
+
+
+def check_arrays(arrays: Any, purpose: str, advice: str) -> None:
+    """Refuse to make arrays that the host has no memory for; those of other devices are not counted.
+
+    Args:
+        arrays: tree of arrays or their shapes. A shape without a sharding stands for an array of the host.
+        purpose: subject of the message, such as "the weights".
+        advice: sentence that says what to write instead.
+
+    Raises:
+        MemoryLimitError: there is less.
+    """
+    total = 0
+    for leaf in jax.tree.leaves(arrays):
+        sharding = getattr(leaf, "sharding", None)
+        devices = sharding.addressable_devices if sharding is not None else ()
+        if any(device.platform != "cpu" for device in devices):
+            continue
+        part = math.prod(sharding.shard_shape(leaf.shape)) if sharding is not None else math.prod(leaf.shape)
+        total += part * jnp.dtype(leaf.dtype).itemsize * max(1, len(devices))
+    host_memory.check(total, purpose, advice)
+
+
+def check_state(program: Program, limit: int | None, *, saves: bool = True) -> None:
+    """Refuse a run whose state and gradients alone do not fit, before anything is compiled.
+
+    Args:
+        program: program of the run.
+        limit: bytes of a device; None checks nothing.
+        saves: whether checkpoints are saved.
+
+    Raises:
+        MemoryLimitError: they do not fit. The text names flags that do.
+    """
+    usage = needs_by_shapes(program)
+    usage = usage if saves else dataclasses.replace(usage, saved=0)
+    alone = dataclasses.replace(usage, temporary=_gradients(program), compiled=True)
+    if limit is not None and not alone.fits(limit):
+        raise MemoryLimitError(f"out of memory: {verdict(program, usage, limit, compiles=False)}. {OVERRIDE}")
+
+
+def check_step(program: Program, step: jax.stages.Compiled, limit: int | None, *, saves: bool = True) -> None:
+    """Refuse a run whose compiled step does not fit, before the first step.
+
+    Args:
+        program: program of the run.
+        step: from `Program.compile_train`.
+        limit: bytes of a device before the state lay there; None checks nothing.
+        saves: whether checkpoints are saved.
+
+    Raises:
+        MemoryLimitError: it does not fit. The text names flags that do.
+    """
+    if limit is None:
+        return
+    usage = needs_of(program, step)
+    if usage is not None and not saves:
+        usage = dataclasses.replace(usage, saved=0)
+    if usage is not None and (problem := verdict(program, usage, limit)):
+        raise MemoryLimitError(f"out of memory: {problem}. {OVERRIDE}")
+
+
+def check_evaluation(program: Program, evaluation: jax.stages.Compiled, limit: int | None, held: int = 0) -> None:
+    """Refuse an evaluation that does not fit, before its first batch.
+
+    Args:
+        program: program of the run or of the evaluation.
+        evaluation: from `Program.compile_eval`.
+        limit: bytes of a device; None checks nothing.
+        held: bytes that lie there beside the evaluation's parameters, such as optimizer state.
+
+    Raises:
+        MemoryLimitError: it does not fit. The text names an evaluation batch that does.
+    """
+    analysis = evaluation.memory_analysis()
+    if limit is None or analysis is None:
+        return
+    arguments = analysis.argument_size_in_bytes + held
+    peak = arguments + analysis.temp_size_in_bytes
+    if peak <= limit:
+        return
+    batch, ways = program.config.eval_batch_size, program.layout.ways("batch")
+    text = f"out of memory: an evaluation takes {_of(peak, limit, program)}"
+    smaller = batch // 2
+    while smaller >= ways:
+        estimate = arguments + analysis.temp_size_in_bytes * smaller / batch
+        if smaller % ways == 0 and estimate <= _SLACK * limit:
+            with_flag = f"With --data.eval-batch-size {smaller} it takes {gib(estimate)} by estimate"
+            raise MemoryLimitError(f"{text}. {with_flag}")
+        smaller //= 2
+    raise MemoryLimitError(f"{text}, and no smaller --data.eval-batch-size fits. Take a smaller model or more devices")
+
+
+def advice(program: Program) -> str:
+    """Return a sentence with flags that take less memory, for a run that ended because there was none left."""
+    usage = needs_by_shapes(program)
+    return f"By its shapes the step takes {verdict(program, usage, int(0.75 * usage.peak), compiles=False)}"
+
+
+def _of(peak: float, limit: int, program: Program) -> str:
+    devices = "each device" if program.mesh.size > 1 else "one device"
+    source = ""
+    if program.mesh.devices.flat[0].platform == "cpu":
+        name = host_memory.room().limit
+        source = f" ({name} leaves no more)" if name != "this machine" else ""
+    return f"{gib(peak)} of {gib(limit)} on {devices}{source}"
+
+
+def verdict(program: Program, usage: Needs, limit: int, *, compiles: bool = True) -> str | None:
+    """Return a sentence for a step that does not fit, with the flags that would; None for one that does.
 
     Args:
         program: of the run.
         usage: by its step.
         limit: bytes of a device.
+        compiles: whether proposals are compiled before they are made; else they are estimated from shapes.
     """
     if usage.fits(limit):
         return None
-    says = f"{gib(usage.peak)} of {gib(limit)} on {'each device' if program.mesh.size > 1 else 'one device'}."
-    if not usage.compiled:
+    says = f"{_of(usage.peak, limit, program)}."
+    if not usage.compiled and compiles:
         says += " An estimate fits where it leaves a tenth."
     if absent.here(program):
         for config, flags in itertools.islice(_proposals(program, usage, limit), _TRIES):
-            if (smaller := needs(assemble(config))) and smaller.fits(limit):
-                return f"{says} With {flags} it takes {gib(smaller.peak)}, as compiled"
-    shorter = f"a smaller model{', or a smaller --model.seq-len' if hasattr(program.config.model, 'seq_len') else ''}"
+            other = assemble(config)
+            smaller = needs(other) if compiles else needs_by_shapes(other)
+            if smaller and smaller.fits(limit):
+                how = "as compiled" if compiles else "by estimate"
+                return f"{says} With {flags} it takes {gib(smaller.peak)}, {how}"
+    shorter = _smaller_text(program, usage, limit)
     if program.layout.platform == "tpu":
         return (
             f"{says} No flags make it fit here; `python -m train compile` finds the mesh of a pod. Else write {shorter}"
         )
+    text = _on_more_devices(program, limit) if compiles else _on_more_devices_by_shapes(program, limit)
+    if text.endswith("by estimate"):
+        return f"{says} {text}. On these devices write {shorter}"
+    return f"{says} No flags make it fit these devices. {text}. Write {shorter}"
+
+
+def _on_more_devices(program: Program, limit: int) -> str:
+    """Name the fewest devices that the run fits; ends with "by estimate" where there are some."""
     rows: dict[str, int | None] = {}  # bytes of an example by remat
     least, best = math.inf, "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
@@ -125,10 +272,73 @@ def verdict(program: Program, usage: Needs, limit: int) -> str | None:
             words = " ".join((*_mesh_flags(program.config, config), *flags))
             text = f"On {larger.mesh.size} such devices, with {words}, it takes {gib(smaller.peak)} by estimate"
             if smaller.fits(limit):
-                return f"{says} {text}"
+                return text
             if smaller.peak < least:
                 least, best = smaller.peak, f"{text}, still too much"
-    return f"{says} No flags make it fit these devices. {best}. Write {shorter}"
+    return best
+
+
+def _on_more_devices_by_shapes(program: Program, limit: int) -> str:
+    """Name the fewest devices that hold the run by its shapes alone; nothing is compiled."""
+    best = "No larger mesh divides the batch and the model's sizes"
+    for larger in _larger(program):
+        usage = needs_by_shapes(larger)
+        peak = usage.peak + absent.buffers(larger)
+        words = " ".join(_mesh_flags(program.config, larger.config))
+        best = f"On {larger.mesh.size} such devices, with {words}, it takes {gib(peak)} by estimate"
+        if peak <= _SLACK * limit:
+            return best
+        best += ", still too much"
+    return best
+
+
+def _smaller_text(program: Program, usage: Needs, limit: int) -> str:
+    """Name flags of smaller runs that fit by estimate."""
+    flags = list(_smaller(program, usage, limit))
+    if flags:
+        return f"{', or '.join(flags)}, by estimate"
+    return f"a smaller model{', or a smaller --model.seq-len' if hasattr(program.config.model, 'seq_len') else ''}"
+
+
+def _smaller(program: Program, usage: Needs, limit: int) -> Iterator[str]:
+    """Yield flags of runs with another result that fit the same devices: each sets one size to a half, a quarter, and so on."""
+    config = program.config
+    sizes = {
+        "--data.batch-size": ("data", "batch_size", config.accumulation_steps * program.layout.ways("batch")),
+        "--model.seq-len": ("model", "seq_len", 16),
+        "--model.width": ("model", "width", 16),
+        "--model.depth": ("model", "depth", 1),
+        "--model.vocab-size": ("model", "vocab_size", 256),
+    }
+    for flag, (part, field, least) in sizes.items():
+        size = getattr(getattr(config, part), field, None)
+        while isinstance(size, int) and size // 2 >= least:
+            size //= 2
+            with contextlib.suppress(ConfigError, MeshError, ValueError):
+                owner = dataclasses.replace(getattr(config, part), **{field: size})
+                smaller = dataclasses.replace(config, **{part: owner})
+                if _reduced(program, usage, smaller) <= _SLACK * limit:
+                    yield f"{flag} {size}"
+                    break
+    if config.model.compute.param_dtype == "float32":
+        compute = dataclasses.replace(config.model.compute, param_dtype="bfloat16")
+        narrow = dataclasses.replace(config, model=dataclasses.replace(config.model, compute=compute))
+        if _reduced(program, usage, narrow) <= _SLACK * limit:
+            yield "--model.compute.param-dtype bfloat16"
+
+
+def _reduced(program: Program, usage: Needs, config: Config) -> float:
+    """Estimate the peak of a smaller run on the same mesh from what the run itself takes."""
+    program.layout.check_batch(config.data.batch_size, config.accumulation_steps)
+    model = definition(config.model)
+    params = sum(leaf.size * leaf.dtype.itemsize for leaf in model.abstract.values())
+    before = sum(leaf.size * leaf.dtype.itemsize for leaf in program.abstract.params.values())
+    share = params / before
+    gradients = _gradients(program)
+    other = dataclasses.replace(program, config=config, definition=model)
+    activations = _activations(other, config) / max(1, _activations(program, program.config))
+    rest = max(0, usage.temporary - gradients)
+    return (usage.state + usage.saved + gradients) * share + rest * activations
 
 
 def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config, list[str]]]:
@@ -156,7 +366,8 @@ def _proposals(program: Program, usage: Needs, limit: int) -> Iterator[tuple[Con
             temporary = _gradients(other) + max(0, usage.temporary - gradients) * share
             temporary += absent.buffers(other) - absent.buffers(program)
             kind = config.model.compute.remat
-            if kind not in kinds and usage.state - _state(program) + _state(other) + temporary <= _SLACK * limit:
+            state = usage.state - _state(program) + _state(other) + _saved(other)
+            if kind not in kinds and state + temporary <= _SLACK * limit:
                 kinds.add(kind)
                 yield config, " ".join((*_mesh_flags(program.config, config), *flags))
 
@@ -204,15 +415,38 @@ def _mesh_flags(before: Config, after: Config) -> list[str]:
 
 
 def _estimated(program: Program, row: int) -> Needs:
-    return Needs(_state(program), absent.temporary(program, row), compiled=False)
+    return Needs(_state(program), absent.temporary(program, row), compiled=False, saved=_saved(program))
 
 
 def _state(program: Program) -> int:
-    return sum(memory.bytes_of(leaf, leaf.sharding) for leaf in jax.tree.leaves(program.abstract))
+    reference = program.abstract.params if program.config.model.centered else {}
+    leaves = jax.tree.leaves((program.abstract, reference))
+    return sum(memory.bytes_of(leaf, leaf.sharding) for leaf in leaves)
+
+
+def _saved(program: Program) -> int:
+    """Bytes of a CPU device's share of the copy that a checkpoint makes. Other devices' copies lie in the host's memory."""
+    if program.layout.platform != "cpu":
+        return 0
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract)) // program.mesh.size
+
+
+def optimizer_bytes(program: Program) -> int:
+    """Return the bytes of one device that training holds beside the parameters that an evaluation reads."""
+    read = program.abstract.evaluated
+    held = _state(program) - sum(memory.bytes_of(leaf, leaf.sharding) for leaf in read.values())
+    return held + _saved(program)
 
 
 def _gradients(program: Program) -> int:
-    return sum(memory.bytes_of(leaf, leaf.sharding) for leaf in program.abstract.params.values())
+    """Bytes of the gradients of all trained parameters; those of microbatches are summed in float32."""
+    summed = program.config.accumulation_steps > 1
+    total = 0
+    for name in program.trained:
+        leaf = program.abstract.params[name]
+        itemsize = jnp.dtype(jnp.float32).itemsize if summed else None
+        total += memory.bytes_of(leaf, leaf.sharding, itemsize)
+    return total
 
 
 def _activations(program: Program, config: Config) -> int:

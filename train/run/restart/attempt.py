@@ -19,7 +19,7 @@ from mupax.train.run.restart.memory import Reached
 FILE = "attempts.jsonl"
 """Of process 0, or the only one; `attempts-I.jsonl` is that of process I."""
 _NEAR = 2
-"""Steps no further apart may be the same one: as many may be done without the host knowing (`loop.IN_FLIGHT`)."""
+"""Steps no further apart may be the same one: as many may be done without the host knowing (`start.IN_FLIGHT`)."""
 _WORDS = {
     signal.SIGKILL: "by a person, a scheduler or the kernel",
     signal.SIGSEGV: "a segmentation fault",

@@ -20,7 +20,7 @@ class Reached(NamedTuple):
         process: number of this process of the run; -1 before it has joined the others and the workdir is the run's.
         processes: of the run.
         start: step from which it went on; -1 before it was there.
-        step: the last whose numbers the host has seen; of those after it, at most `loop.IN_FLIGHT` may be done too.
+        step: the last whose numbers the host has seen; of those after it, at most `start.IN_FLIGHT` may be done too.
     """
 
     process: int = -1

@@ -14,6 +14,7 @@ from mupax.presets import Preset, PresetError
 from mupax.train.config import sizes
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer
+from mupax.train.core.costs import fit
 from mupax.train.core.step import StepInputs
 from mupax.train.studies.check import observables, theory
 from mupax.train.studies.check.judge import ENDS, LAYERS, Finding, judge, passes
@@ -118,6 +119,9 @@ class Series:
 
     def __init__(self, definitions: Sequence[Definition], config: OptimizerConfig, steps: int = STEPS[-1]) -> None:
         self.definitions, self.config, self.steps = list(definitions), config, steps
+        largest = max(definitions, key=lambda one: one.count())
+        # Initial and trained parameters, their gradients, and at least one moment.
+        fit.check_arrays([largest.abstract] * 4, "parameters and state of the largest size", "Write fewer --sizes")
         self._programs = [observables.program(d, optimizer.build(config, d.specs)) for d in definitions]
         self._recorded: dict[tuple[int, int, bytes], list[dict[str, np.ndarray]]] = {}
 

@@ -16,6 +16,7 @@ import jax
 
 from mupax.train.checkpoints.workdir import locked
 from mupax.train.config.run import Config, FaultsConfig, PresetConfig
+from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.processes import Processes
 from mupax.train.studies.sweep.choose import Chooser, Mode
@@ -54,6 +55,7 @@ def grouped(
         shape = repr(shape_of(config))
         if shape not in programs:
             programs[shape] = assemble(config, devices, swept=True)
+            fit.check_state(programs[shape], fit.limit_of(programs[shape]), saves=False)
         program = programs[shape].renumbered(config)
         structure = repr(jax.tree.map(jax.typeof, program.inputs))  # a preset may have a factor that others do not
         groups.setdefault((shape, structure), []).append((index, program))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mupax.train import data as data_sources
+from mupax.train.core.costs import fit
 from mupax.train.core.factors import draw_of
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
@@ -70,7 +70,9 @@ def trainer(program: Program, count: int, evaluated: bool) -> Trainer:
     """
     if count > 1:
         return _together(program, count, evaluated)
+    limit = fit.limit_of(program)
     compiled = program.compile_train()
+    fit.check_step(program, compiled, limit, saves=False)
 
     def begin(points: Sequence[Program]) -> tuple[TrainState, StepInputs]:
         (point,) = points
@@ -136,22 +138,11 @@ def fitting(program: Program, points: int, one: Trainer | None = None) -> int:
     most = math.ceil(points / ways) * ways
     state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
     each = max(one.temporary if one is not None else 0, 3 * state)
-    free = _free_bytes(program.mesh.devices.flat[0])
+    free = fit.room(program.mesh.devices.flat[0])
     if free is None or not each:
         return most
     packs = math.ceil(most / max(ways, int(_OF_MEMORY * free / each) * ways))
     return math.ceil(points / packs / ways) * ways  # packs of one size, so that one program serves them all
-
-
-def _free_bytes(device: Any) -> int | None:
-    """Memory that a device has left; None where nobody says."""
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0)) if "bytes_limit" in stats else None
-    try:  # virtual devices share the machine's memory
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
-    except (ValueError, OSError):
-        return None
 
 
 def _bytes(compiled: jax.stages.Compiled) -> int:

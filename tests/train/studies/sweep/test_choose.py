@@ -29,9 +29,9 @@ def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch)
     [[(_, program)]] = sweep.grouped([config_of(text)], {}).values()
     state = 3 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract))
     for room, points_, fits in ((100, 10, 10), (4.1, 10, 4), (4.1, 7, 4), (0.1, 10, 1)):
-        monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device, room=room: int(room * state / 0.8))
+        monkeypatch.setattr(sweep_pack.fit, "room", lambda device, room=room: int(room * state / 0.8))
         assert sweep_pack.fitting(program, points_) == fits
-    monkeypatch.setattr(sweep_pack, "_free_bytes", lambda device: None)
+    monkeypatch.setattr(sweep_pack.fit, "room", lambda device: None)
     assert sweep_pack.fitting(program, 10) == 10
 
 
