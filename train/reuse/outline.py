@@ -14,7 +14,7 @@ from mupax.train.config.record import from_json, model_from_json, preset_from_js
 from mupax.train.config.run import Config, PresetConfig
 from mupax.train.config.sections import Step
 from mupax.train.reuse import image_input
-from mupax.train.reuse.huggingface import preprocessor
+from mupax.train.reuse.huggingface import preprocessor, text_ids
 from mupax.train.reuse.image_input import ImageInput
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.families import ImageModel
@@ -74,6 +74,10 @@ class Outline(NamedTuple):
     """Class names and preprocessing of a model of images."""
     run: tuple[Config, dict[str, Any]] | None
     """The run they come from, and what it recorded of its data."""
+    tokenizer: str = "bytes"
+    """data.tokenizer of weights without a run."""
+    separator: str | None = None
+    """data.separator of weights without a run: the token that ends a document, unless its usual names find it."""
 
 
 def outline(path: Path) -> Outline:
@@ -85,11 +89,34 @@ def outline(path: Path) -> Outline:
     if (folder / MODEL).is_file():
         model, preset = checked_model(folder, fields), fields.get("preset")
         preset_fields = preset.get("fields") if isinstance(preset, Mapping) else None
-        return Outline(
-            folder, model, preset_from_json(preset_fields or {}), images_of(fields, model, folder / MODEL), None
-        )
+        images = images_of(fields, model, folder / MODEL)
+        text = _text_settings(folder, model, fields, fields.get("text_ids", {}))
+        return Outline(folder, model, preset_from_json(preset_fields or {}), images, None, *text)
     model = huggingface.from_huggingface(fields).model
-    return Outline(folder, model, None, published_images(folder, fields, model)[0], None)
+    images, _ = published_images(folder, fields, model)
+    text = _text_settings(folder, model, fields.get("mupax", {}), published_ids(folder, fields, model))
+    return Outline(folder, model, None, images, None, *text)
+
+
+def _text_settings(
+    folder: Path, model: ModelConfig, record: Mapping[str, Any], ids: Mapping[str, Any]
+) -> tuple[str, str | None]:
+    """Return data.tokenizer and data.separator of weights without a run."""
+    from mupax.train.reuse.huggingface import tokenizer_files
+
+    file = folder / tokenizer_files.TOKENIZER
+    if model.task != "tokens" or (reads_bytes(record) and not file.exists()):
+        return "bytes", None
+    return str(file), tokenizer_files.separator_beside(folder, ids) if model.generates else None
+
+
+def reads_bytes(record: Any) -> bool:
+    """Whether what mupax recorded beside weights says that their tokens are bytes.
+
+    Args:
+        record: model.json, or `mupax` of config.json.
+    """
+    return isinstance(record, Mapping) and record.get("tokenizer") == "bytes"
 
 
 def checked_model(path: Path, record: Mapping[str, Any]) -> ModelConfig:
@@ -133,6 +160,22 @@ def published_images(
     how = f"squashed to the model's size, {images.pixels.interpolation}, mean and deviation a half"
     note = [] if processor else [f"no {preprocessor.FILE}: images are taken to be {how}"]
     return images, note
+
+
+def published_ids(folder: Path, fields: Mapping[str, Any], model: ModelConfig) -> Mapping[str, int | list[int]]:
+    """Return the tokens that start, end and pad the texts of Hugging Face's weights, by config.json's names.
+
+    Args:
+        folder: of the weights.
+        fields: of config.json.
+        model: that they describe; one of images has none.
+
+    Raises:
+        TextIdsError, JsonError: a field of an encoder-decoder that is no token, or a damaged file.
+    """
+    if model.denoises:
+        return dict(text_ids.recorded(folder, fields))
+    return text_ids.of_decoder(fields, model.sizes()["vocab"]) if model.task == "tokens" else {}
 
 
 def recorded_run(recorded: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:
