@@ -151,6 +151,7 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
     from mupax.train import data as data_sources
     from mupax.train.core.program import assemble
     from mupax.train.data import DataError, named_sets
+    from mupax.train.data.text.batches import TextWindows
     from mupax.train.run.evaluate import evaluate
 
     config = saved.config
@@ -172,6 +173,10 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
     if named:
         check_classes(named, data.class_names, saved, config.data.name)
     sets = {name: named_sets.load(name, config, data, note=console.print) for name in config.data.evaluation_sets}
+    if saved.step is None:  # a run's documents begin as in its training
+        for texts in (data, *sets.values()):
+            if isinstance(texts, TextWindows):
+                texts.begin_documents()
     params, eval_fn, inputs = saved.params(program.abstract), program.compile_eval(), program.step_inputs()
     outcomes, began = None, time.monotonic()
     if data.kind == "images":

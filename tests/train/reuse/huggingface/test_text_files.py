@@ -6,17 +6,22 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
 from mupax.train.__main__ import main as train
 from mupax.train.data.chats import templates
 from mupax.train.data.text import named_tokenizers
+from mupax.train.reuse import pretrained, runs
 from mupax.train.reuse.generate import opened
+from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.serve.command import Serve, opened_service
 from mupax.zoo.__main__ import main as zoo
@@ -24,10 +29,7 @@ from mupax.zoo.configs import DecoderConfig
 from tests.train.reuse.test_source import published
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-parity = [
-    pytest.mark.parity,
-    pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it"),
-]
+without_them = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it")
 VOCAB = 300
 MODEL = DecoderConfig(
     width=8, depth=1, num_heads=2, vocab_size=VOCAB, seq_len=32,
@@ -305,6 +307,68 @@ def test_an_imported_folder_needs_no_flags(llama: Path, tmp_path: Path) -> None:
     assert fields(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
 
 
+def test_scores_of_weights_begin_with_their_begin_token(llama: Path, tmp_path: Path) -> None:
+    """As the lm-eval harness has it: the first token is predicted after <s>, and not after the end of a text."""
+    text = "the cat sat on the mat and the dog ran"
+    done(zoo, "import", llama, "--out", tmp_path / "in")
+    shutil.copytree(llama, tmp_path / "named")  # the token is named, and the tokenizer does not add it
+    content = (llama / "tokenizer.json").read_bytes()
+    (tmp_path / "named" / "tokenizer.json").write_bytes(tokenizer_files.without_added_tokens(content))
+    shutil.copytree(tmp_path / "named", tmp_path / "none")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "none" / name).unlink()
+    begin, end = (token_id(str(llama / "tokenizer.json"), token) for token in ("<s>", "<|endoftext|>"))
+    for folder, first in {
+        llama: begin,
+        tmp_path / "in": begin,
+        tmp_path / "named": begin,
+        tmp_path / "none": end,
+    }.items():
+        texts = Texts(folder)
+        logp = rolled(folder, [first, *texts.tokenizer.encode([text.encode()])[0]])
+        assert texts.rolling([text])[0] == pytest.approx(logp, abs=1e-3)
+        assert texts.likelihoods([("", text)])[0].logprob == pytest.approx(logp, abs=1e-3)
+
+
+def rolled(folder: Path, ids: list[int]) -> float:
+    """Log-probability of tokens after the first of them, read at once."""
+    run = pretrained.find(folder)
+    program = runs.on_one_device(run.config)
+    inputs = program.inputs.factors
+    logits = program.definition.apply(
+        run.params(program.abstract), inputs.multiplier, inputs.forward, jnp.asarray([ids[:-1]])
+    )
+    logp = jax.nn.log_softmax(logits)[0]
+    return float(sum(logp[i, token] for i, token in enumerate(ids[1:])))
+
+
+def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llama: Path, tmp_path: Path) -> None:
+    words = ["the cat sat", "on the mat"]
+    (tmp_path / "records").mkdir()
+    for part, count in (("train", 9), ("eval", 1)):
+        lines = [json.dumps({"text": word}) + "\n" for word in words * count]
+        (tmp_path / "records" / f"{part}.jsonl").write_text("".join(lines))
+    library = Tokenizer.from_file(str(llama / "tokenizer.json"))
+    begin, end = library.token_to_id("<s>"), library.token_to_id("<|endoftext|>")
+    done(train, "eval", llama, f"--data.name records:{tmp_path / 'records'} --json", tmp_path / "numbers.json")
+    numbers = fields(tmp_path / "numbers.json")
+    documents = [[*library.encode(word, add_special_tokens=False).ids, end] for word in words]
+    assert numbers["targets"] == sum(map(len, documents))
+    # One window holds both: <s> the cat sat <end> <s> on the mat <end>, and no <s> is a target.
+    joined = [begin, *documents[0], begin, *documents[1]]
+    other = [begin, *documents[1], begin, *documents[0]]
+    losses = [-(rolled(llama, ids) - skipped(llama, ids, begin)) / numbers["targets"] for ids in (joined, other)]
+    assert any(numbers["loss"] == pytest.approx(loss, abs=1e-4) for loss in losses)
+    assert numbers["bits_per_byte"] == pytest.approx(
+        numbers["loss"] / math.log(2) * numbers["targets"] / (sum(map(len, words)) + 2), rel=1e-6
+    )
+
+
+def skipped(folder: Path, ids: list[int], token: int) -> float:
+    """Log-probability of a token wherever it stands after the first place."""
+    return sum(rolled(folder, ids[: i + 1]) - rolled(folder, ids[:i]) for i in range(1, len(ids)) if ids[i] == token)
+
+
 def test_without_a_generation_config_import_writes_the_ids_of_config_json(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").unlink()
@@ -320,3 +384,83 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["model.json", "model.safetensors"]
     done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "generation_config.json").exists()
+
+
+# The same in `transformers`
+
+
+@pytest.mark.parity
+@without_them
+@pytest.mark.parametrize("run", ["said", "odd", "chat"])
+def test_transformers_tokenizes_as_the_run_and_stops_at_its_end(run: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    done(zoo, "export", run, "--out", tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    own = opened.tokenizer_of(opened.find(Path(run), None, None))
+    for text in ("the cat sat", " on<|endoftext|>the mat ", "é 中\n"):
+        ids = own.encode([text.encode()])[0].tolist()
+        assert tokenizer(text)["input_ids"] == ids
+        assert tokenizer.decode(ids, skip_special_tokens=True) == own.decode(ids)
+    end = tokenizer.eos_token_id
+    assert model.generation_config.eos_token_id == end == model.config.eos_token_id
+    assert model.generation_config.bos_token_id == tokenizer.bos_token_id
+    prompt = tokenizer("the cat", return_tensors="pt")
+    length = prompt["input_ids"].shape[1]
+    for likely in (end, 5):  # the second is the control
+        with torch.no_grad():
+            model.lm_head.weight.zero_()
+            hidden = model.model(**prompt).last_hidden_state[0, -1]
+            model.lm_head.weight[likely] = hidden
+        written = model.generate(**prompt, max_new_tokens=9, do_sample=False)[0, length:]
+        assert written[0] == likely
+        assert (len(written) == 1) == (likely == end)
+
+
+@pytest.mark.parity
+@without_them
+@pytest.mark.parametrize("case", ["own end", "tokens of another file"])
+def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path) -> None:
+    import transformers
+
+    run, words = "chat", []
+    if case == "tokens of another file":  # named by files beside the tokenizer, and used by the template
+        folder = tmp_path / "published"
+        save_tokenizer(folder / "tokenizer.json", "<s>", "</s>", "<|im_end|>", begin="<s>")
+        source = "{{ bos_token }}{% for m in messages %}{{ m['role'] + eos_token + m['content'] + '<|im_end|>' }}{% endfor %}"
+        tokens = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": source}
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+        words = ["--data.name chat:talks.jsonl --data.tokenizer", folder / "tokenizer.json"]
+        run = tmp_path / "run"
+        done(train, "lm-tiny", *words, TINY, "--workdir", run)
+    done(zoo, "export", run, "--out", tmp_path / "out")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    opened_run = opened.find(Path(run), None, None)
+    own = opened.tokenizer_of(opened_run)
+    template = templates.find(opened_run.config.data.tokenizer, opened_run.config.data.chat_template)
+    assert template is not None
+    for talk, prompt in ((TALK, False), (TALK[:1], True)):
+        text = template.render(talk, prompt=prompt)
+        assert tokenizer.apply_chat_template(talk, add_generation_prompt=prompt, tokenize=False) == text
+        ids = tokenizer.apply_chat_template(talk, add_generation_prompt=prompt, tokenize=True, return_dict=False)
+        assert ids == own.encode([text.encode()])[0].tolist()
+    assert tokenizer.eos_token == "<|im_end|>"
+
+
+@pytest.mark.parity
+@without_them
+def test_transformers_reads_what_was_imported_and_exported_as_it_was_published(llama: Path, tmp_path: Path) -> None:
+    import transformers
+
+    done(zoo, "import", llama, "--out", tmp_path / "in")
+    done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (llama, tmp_path / "out"))
+    assert before("the cat")["input_ids"] == after("the cat")["input_ids"]
+    assert before.special_tokens_map == after.special_tokens_map
+    texts = [tokenizer.apply_chat_template(TALK, tokenize=False) for tokenizer in (before, after)]
+    assert texts[0] == texts[1]
+    configs = [transformers.GenerationConfig.from_pretrained(path).to_dict() for path in (llama, tmp_path / "out")]
+    assert configs[0] == configs[1]
+    assert configs[0]["temperature"] == 0.6
