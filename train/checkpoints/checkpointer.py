@@ -226,7 +226,8 @@ class Checkpoints(RankedFolder):
             if parts is None:
                 self._failure = part.get("error")
                 return
-            content = Manifest(step=step, data=facts, record=self.record, **together.whole(parts))
+            whole = together.whole(parts)
+            content = Manifest(step=step, data=facts, record=self.record, assets=self.assets, **whole)
             self._before()
             self.publish(content)
             self._failed_in_a_row = 0

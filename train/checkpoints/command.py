@@ -56,8 +56,8 @@ class ModelFlags(CheckpointFlags):
 class Checkpoints:
     """The checkpoints of a run: steps, sizes, age and health.
 
-    Health is what the manifest says and the sizes of its files; with --verify every file and every array is read and compared
-    with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
+    Health is what the manifest says, the sizes of its files, and the run's assets; with --verify every file and every array is
+    read and compared with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
     """
 
     workdir: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="WORKDIR")]
@@ -102,7 +102,7 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
     """What the manifest and the sizes of its files say; with `verify` everything is read."""
-    from mupax.train.checkpoints import failures, folder, manifest
+    from mupax.train.checkpoints import assets, failures, folder, manifest
     from mupax.train.checkpoints.layout import is_aside
 
     problems: list[str] = []
@@ -114,6 +114,7 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
             problems = folder.file_problems(checkpoint, content, contents=False)
         elif wrong := failures.damaged_arrays(checkpoint, content.arrays):
             problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
+        problems += assets.problems(workdir, content.assets)
     except (manifest.DamagedError, manifest.ForeignError) as error:
         problems = [str(error)]
     name, _, _ = checkpoint.name.partition(".")

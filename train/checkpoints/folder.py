@@ -43,6 +43,8 @@ class CheckpointFolder:
         self._taken_back: set[Path] = set()
         self.record: dict[str, Any] = {}
         """What config.json holds: goes into manifests."""
+        self.assets: dict[str, list[Any]] = {}
+        """The run's assets with size and digest (`assets.write`): goes into manifests."""
 
     @property
     def latest(self) -> int | None:

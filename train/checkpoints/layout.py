@@ -22,6 +22,8 @@ from mupax.paths import copy, is_remote, remove_tree
 
 SET_ASIDE, SAVING, DELETING = "set-aside", ".saving", ".deleting"
 MANIFEST, DAMAGED = "manifest.json", "damaged.json"
+ASSETS = "assets"
+ASSETS_RECORD = "assets.json"
 _OLD, _NEW = ".folder", ".renamed"
 PROBES = (_OLD, _NEW)
 """What a kill may leave of `renames_folders`."""

@@ -22,12 +22,14 @@ import xxhash
 from mupax import disk
 from mupax.disk import JsonError, read_json
 from mupax.errors import MupaxError
+from mupax.train.checkpoints.layout import ASSETS, ASSETS_RECORD
 from mupax.train.checkpoints.layout import MANIFEST as NAME
 
-FORMAT = "mupax-checkpoint-2"
+FORMAT = "mupax-checkpoint-3"
 _FIELDS = {
     "mupax-checkpoint-1": {"step", "data", "arrays", "files"},
-    FORMAT: {"step", "data", "record", "arrays", "files"},
+    "mupax-checkpoint-2": {"step", "data", "record", "arrays", "files"},
+    FORMAT: {"step", "data", "record", "assets", "arrays", "files"},
 }
 """Format to its fields. A new one gets another number and a line here."""
 
@@ -50,6 +52,7 @@ class Manifest:
         record: what config.json held, where the run has one; empty in the first format.
         arrays: name to shape, dtype and shards, each an index with its digest.
         files: path inside the checkpoint to size in bytes and digest.
+        assets: path inside the workdir to size in bytes and digest (`assets.py`); empty in older formats.
     """
 
     step: int
@@ -57,6 +60,7 @@ class Manifest:
     arrays: dict[str, dict[str, Any]]
     files: dict[str, list[Any]]
     record: dict[str, Any] = dataclasses.field(default_factory=dict)
+    assets: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def run(self) -> str | None:
@@ -137,10 +141,15 @@ def _check_form(manifest: Manifest) -> None:
     objects = isinstance(manifest.data, dict) and isinstance(manifest.record, dict)
     if type(manifest.step) is not int or not objects or not manifest.files:
         raise ValueError("step, data, record or files")
-    for path, (size, digest) in manifest.files.items():
+    for path, (size, digest) in [*manifest.files.items(), *manifest.assets.items()]:
         parts = PurePosixPath(path)
         if parts.is_absolute() or ".." in parts.parts or type(size) is not int or not isinstance(digest, str):
             raise ValueError(f"the file {path[:60]!a}")
+    folder = f"{ASSETS}/"
+    if not all(path.startswith(folder) for path in manifest.assets):
+        raise ValueError(f"an asset outside {folder}")
+    if manifest.assets and not any(path.endswith(f"/{ASSETS_RECORD}") for path in manifest.assets):
+        raise ValueError(f"assets without {ASSETS_RECORD}")
     for name, entry in manifest.arrays.items():
         axes = [(size, axis) for index, _ in entry["shards"] for size, axis in zip(entry["shape"], index, strict=True)]
         if not all(0 <= start <= stop <= size for size, (start, stop) in axes):

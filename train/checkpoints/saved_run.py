@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mupax import disk
-from mupax.train.checkpoints import failures
+from mupax.train.checkpoints import assets, failures
+from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.folder import verified
 from mupax.train.checkpoints.manifest import DamagedError
 from mupax.train.checkpoints.selection import named_step, step_of
@@ -32,6 +33,10 @@ class Trained(NamedTuple):
     weights: Literal["params", "ema"]
     run: str | None
     """Name of the run."""
+
+    def assets(self) -> Assets | None:
+        """Return the run's own tokenizer, chat template and class names; None of a run that an older version wrote."""
+        return assets.find(self.workdir, self.step)
 
     def verified(self) -> Path:
         """The folder of the step, every file as it was written.

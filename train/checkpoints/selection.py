@@ -18,6 +18,7 @@ import xxhash
 
 from mupax import disk
 from mupax.paths import is_remote
+from mupax.train.checkpoints import assets
 from mupax.train.checkpoints.folder import CHECKPOINTS, CheckpointFolder, WorkdirError, steps
 from mupax.train.checkpoints.layout import counts
 from mupax.train.checkpoints.manifest import Manifest
@@ -210,6 +211,7 @@ def branch_off(checkpoints: CheckpointFolder, step: int, files: Sequence[Path]) 
     for file in files:
         if disk.status(file) is not None:
             disk.write_whole(branch / file.name, disk.read_bytes(file))
+    assets.copy(workdir, branch)
     for saved in reversed(later):
         checkpoints.layout.move(saved, branch / CHECKPOINTS / str(saved))
     return f"what came after step {step} is set aside as a run of its own in {branch.relative_to(workdir)}: steps {', '.join(map(str, later))}"

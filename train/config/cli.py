@@ -73,7 +73,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
     if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
         from mupax.train.config import tuned
 
-        default, argv, preset = tuned.applied(default, argv, _value_of("--steps", argv))
+        default, argv, preset = tuned.applied(default, argv, value_of("--steps", argv))
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe))
@@ -129,7 +129,8 @@ def recipe(name: str) -> Callable[[], Config]:
     return RECIPES[command_line.first_word("", {"recipe": RECIPES}, [name])[0]]
 
 
-def _value_of(flag: str, argv: Sequence[str]) -> str | None:
+def value_of(flag: str, argv: Sequence[str]) -> str | None:
+    """Return the word after a flag, or after its `=`; of several the last, None without one."""
     value = None
     for word, after in zip(argv, [*argv, None][1:], strict=True):
         if word == flag:
@@ -141,17 +142,17 @@ def _value_of(flag: str, argv: Sequence[str]) -> str | None:
 
 def _with_model(config: Config, argv: Sequence[str]) -> Config:
     """The recipe on the model that `--model NAME` names: read before the flags, whose defaults are its sizes."""
-    name = _value_of("--model", argv)
+    name = value_of("--model", argv)
     if name is None or name.startswith("-"):
         return config
     model = dataclasses.replace(configs.get(name), compute=config.model.compute)
-    data = dataclasses.replace(config.data, name=_value_of("--data.name", argv) or config.data.name)
+    data = dataclasses.replace(config.data, name=value_of("--data.name", argv) or config.data.name)
     return dataclasses.replace(config, model=model, data=data)
 
 
 def _with_mix(config: Config, argv: Sequence[str]) -> Config:
     """The recipe on the texts that `--data.mix` names, whose data.name goes without saying."""
-    if not any(word.partition("=")[0] == "--data.mix" for word in argv) or _value_of("--data.name", argv) is not None:
+    if not any(word.partition("=")[0] == "--data.mix" for word in argv) or value_of("--data.name", argv) is not None:
         return config
     return dataclasses.replace(config, data=dataclasses.replace(config.data, name="mix"))
 

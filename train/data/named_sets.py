@@ -9,7 +9,6 @@ from mupax.paths import path_of
 from mupax.train import data as sources
 from mupax.train.data import cache
 from mupax.train.data.interface import Data, DataError
-from mupax.train.data.text import named_tokenizers
 
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
@@ -30,10 +29,9 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
     run_data = config.data
     place = run_data.evaluation_sets[name]
     part = dataclasses.replace(run_data, name=place, evaluate=(), mix=(), stream=False)
-    if named_tokenizers.bpe_size(run_data.tokenizer) is not None and data.tokenizer is not None:
-        part = dataclasses.replace(
-            part, tokenizer=str(data.tokenizer.path)
-        )  # as trained on the run's text, not on this one
+    if (path := getattr(data.tokenizer, "path", None)) is not None:
+        # The file that the run's data was opened with: bpe:SIZE would make another one of this text.
+        part = dataclasses.replace(part, tokenizer=str(path), chat_template=data.config.chat_template)
     if place.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
         part = dataclasses.replace(part, field=type(run_data).field)  # plain text has none
     try:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     one, other = (runs.on_one_device(config) for config in (before, after))
     state = runs.whole_state(run.verified(), one)
     state = convert(state, one.definition, one.preset, other.preset, before.optimizer.name)
-    step = runs.write(args.out, after, other.preset.describe(), state, run.facts)
+    step = runs.write(args.out, after, other.preset.describe(), state, run.facts, run.assets())
     terminal.say(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
     if before.optimizer.clip_norm is not None:
         terminal.say(

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from mupax.disk import read_json
 from mupax.errors import MupaxError
-from mupax.train.checkpoints.selection import named_step
+from mupax.train.checkpoints import assets
+from mupax.train.checkpoints.assets import Assets
+from mupax.train.checkpoints.selection import BEST, named_step, step_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.record import from_json, model_from_json, preset_from_json
 from mupax.train.config.run import Config, PresetConfig
@@ -74,6 +76,8 @@ class Outline(NamedTuple):
     """Class names and preprocessing of a model of images."""
     run: tuple[Config, dict[str, Any]] | None
     """The run they come from, and what it recorded of its data."""
+    assets: Assets | None = None
+    """The run's own tokenizer, chat template and class names; None of weights alone and of runs of older versions."""
     tokenizer: str = "bytes"
     """data.tokenizer of weights without a run."""
     separator: str | None = None
@@ -82,32 +86,37 @@ class Outline(NamedTuple):
 
 def outline(path: Path) -> Outline:
     """What a path says of its weights; raises as `read`."""
-    folder, fields, _ = opened(path)
+    folder, fields, step = opened(path)
     if isinstance(fields, Recorded):
         config, facts = recorded_run(fields)
-        return Outline(folder, config.model, config.preset, images_of(facts, config.model, folder), (config, facts))
+        if step == BEST:
+            step = step_of(folder, step, config.checkpoint.best_metric)
+        own = assets.find(folder, step)
+        facts |= own.facts if own else {}
+        images = images_of(facts, config.model, folder)
+        return Outline(folder, config.model, config.preset, images, (config, facts), own)
     if (folder / MODEL).is_file():
         model, preset = checked_model(folder, fields), fields.get("preset")
         preset_fields = preset.get("fields") if isinstance(preset, Mapping) else None
         images = images_of(fields, model, folder / MODEL)
-        text = _text_settings(folder, model, fields, fields.get("text_ids", {}))
-        return Outline(folder, model, preset_from_json(preset_fields or {}), images, None, *text)
+        ids = fields.get("text_ids", {})
+        text = _text_settings(folder, model, fields, ids if isinstance(ids, Mapping) else {})
+        return Outline(folder, model, preset_from_json(preset_fields or {}), images, None, **text)
     model = huggingface.from_huggingface(fields).model
     images, _ = published_images(folder, fields, model)
     text = _text_settings(folder, model, fields.get("mupax", {}), published_ids(folder, fields, model))
-    return Outline(folder, model, None, images, None, *text)
+    return Outline(folder, model, None, images, None, **text)
 
 
-def _text_settings(
-    folder: Path, model: ModelConfig, record: Mapping[str, Any], ids: Mapping[str, Any]
-) -> tuple[str, str | None]:
-    """Return data.tokenizer and data.separator of weights without a run."""
+def _text_settings(folder: Path, model: ModelConfig, record: Any, ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return data.tokenizer and data.separator of weights without a run, by their names in `Outline`."""
     from mupax.train.reuse.huggingface import tokenizer_files
 
     file = folder / tokenizer_files.TOKENIZER
     if model.task != "tokens" or (reads_bytes(record) and not file.exists()):
-        return "bytes", None
-    return str(file), tokenizer_files.separator_beside(folder, ids) if model.generates else None
+        return {"tokenizer": "bytes"}
+    separator = tokenizer_files.separator_beside(folder, ids) if model.generates else None
+    return {"tokenizer": str(file), "separator": separator}
 
 
 def reads_bytes(record: Any) -> bool:

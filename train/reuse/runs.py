@@ -10,7 +10,8 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
-from mupax.train.checkpoints import failures, workdir
+from mupax.train.checkpoints import assets, failures, workdir
+from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import Program, assemble
@@ -40,7 +41,9 @@ def whole_state(folder: Path, program: Program) -> TrainState:
     return TrainState(**disk.Patience()(lambda: failures.loaded(folder.absolute(), abstract), folder))
 
 
-def write(out: Path, config: Config, preset: str, state: TrainState, facts: dict[str, Any]) -> int:
+def write(
+    out: Path, config: Config, preset: str, state: TrainState, facts: dict[str, Any], own: Assets | None = None
+) -> int:
     """Write a run that goes on from a state; gives the step.
 
     Args:
@@ -49,14 +52,18 @@ def write(out: Path, config: Config, preset: str, state: TrainState, facts: dict
         preset: its preset in words.
         state: of it.
         facts: of its data.
+        own: assets of the run that it was made from.
 
     Raises:
-        WorkdirError: the checkpoint could not be saved.
+        WorkdirError: the checkpoint could not be saved, or an asset is missing or damaged.
     """
     out, step = out.absolute(), int(state.step)
+    files = own.files() if own is not None else {}
     out.mkdir(parents=True, exist_ok=True)
     workdir.record(out, config, facts, preset, {})
+    entries = assets.write(out, files) if files else {}
     with Checkpoints(out, config.checkpoint.keep) as checkpoints:
+        checkpoints.assets = entries
         checkpoints.save(step, state, facts, last=True)
         if failure := checkpoints.wait():
             raise workdir.WorkdirError(failure)

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from mupax.train.checkpoints import saved_run
+from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.folder import first_of
 from mupax.train.checkpoints.selection import BEST, named_step
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
@@ -64,6 +65,8 @@ class Source(NamedTuple):
     """The run they come from, whose model may have adapters that are merged here, and what it recorded of its data."""
     images: ImageInput | None = None
     """Class names and preprocessing of a model of images."""
+    assets: Assets | None = None
+    """The run's own tokenizer, chat template and class names; None of weights alone and of runs of older versions."""
     text_ids: Mapping[str, int | list[int]] = MappingProxyType({})
     """Tokens that start, end and pad the texts of published weights, by config.json's names; empty for a run."""
 
@@ -169,6 +172,8 @@ def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Li
     average = {name: np.empty(w.shape, np.float32) for name, w in empty.items()}
     params = run.params(SimpleNamespace(params=empty, ema=average))
     record = {**plain.preset_record(config.preset, preset, model, factors), "step": run.step}
+    own = run.assets()
+    facts |= own.facts if own else {}
     images, by, notes = images_of(facts, config.model, workdir), plain.scales(model, factors), []
     whole_model = config.model
     if isinstance(whole_model, TransformerConfig) and whole_model.lora.rank:
@@ -178,7 +183,7 @@ def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Li
         by, notes = {name: by[name] for name in whole}, [f"adapters of rank {rank} are merged into their matrices"]
         record["scales"] = {name: plain.number(scale) for name, scale in by.items()}
         params = plain.restore_multipliers(whole, by)
-    return Source(whole_model, params, by, record, notes, (config, facts), images)
+    return Source(whole_model, params, by, record, notes, (config, facts), images, own)
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:

@@ -16,6 +16,7 @@ from mupax import command_line, terminal
 from mupax.paths import path_of
 from mupax.train.checkpoints.command import ModelFlags
 from mupax.train.config import cli
+from mupax.train.config.run import Config
 
 READ = ("--data.", "--mesh.", "--model.compute.")
 """Flags of a run that an evaluation reads."""
@@ -79,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
             f"{args.workdir} holds weights, which have no data of their own; add --data.name {saved.config.data.name}PATH"
         )
     console = terminal.console()
-    numbers = measured(saved, console)
+    # A copy of the workdir may lie where the run's own sets are not.
+    only_run_sets = bool(cli.value_of("--data.name", rest)) and cli.value_of("--data.evaluate", rest) is None
+    numbers = measured(saved, console, skip_sets=only_run_sets)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(metrics.to_json(numbers) + "\n")
@@ -135,15 +138,48 @@ def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[],
                 f"{command} does not read {flag}; it takes {takes}, and a run's {', '.join(READ)}*"
             )
     saved = opened()
-    return saved._replace(config=cli.parse(command, lambda: saved.config, rest).config)
+    start = with_other_data(saved.config, rest)
+    config = cli.parse(command, lambda: start, rest).config
+    tokenizer = cli.value_of("--data.tokenizer", rest)
+    if tokenizer is not None and saved.step is not None and tokenizer == recorded_tokenizer(saved.workdir):
+        # Named as when the run began; bpe:SIZE would make another one of other text.
+        own = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
+        config = dataclasses.replace(config, data=own)
+    return saved._replace(config=config)
 
 
-def measured(saved: Any, console: Any) -> dict[str, Any]:
+def recorded_tokenizer(workdir: Path) -> str | None:
+    """Return data.tokenizer as a run was given it."""
+    from mupax.train.checkpoints.workdir import read_record
+
+    return read_record(workdir)["config"].get("data", {}).get("tokenizer")
+
+
+def with_other_data(config: Config, words: Sequence[str]) -> Config:
+    """Return the config without settings that only the run's data has, where flags name other data.
+
+    Args:
+        config: of the run.
+        words: flags of the command.
+    """
+    data = config.data
+    name = cli.value_of("--data.name", words)
+    if name is None or name == data.name:
+        return config
+    kind, before = name.partition(":")[0], data.name.partition(":")[0]
+    field = data.field
+    if kind != before and (kind == "text" or before == "chat"):  # plain text has none, messages have another
+        field = type(data).field
+    return dataclasses.replace(config, data=dataclasses.replace(data, mix=(), field=field))
+
+
+def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, Any]:
     """The scores of a checkpoint, and on what they were measured.
 
     Args:
         saved: a `mupax.train.checkpoints.saved_run.Trained`, whose config names the data.
         console: told what takes time.
+        skip_sets: leave out the further evaluation sets that cannot be opened, instead of an error.
 
     Raises:
         DataError: the data is cut into other tokens than those the model knows.
@@ -172,7 +208,14 @@ def measured(saved: Any, console: Any) -> dict[str, Any]:
         )
     if named:
         check_classes(named, data.class_names, saved, config.data.name)
-    sets = {name: named_sets.load(name, config, data, note=console.print) for name in config.data.evaluation_sets}
+    sets: dict[str, Any] = {}
+    for name in config.data.evaluation_sets:
+        try:
+            sets[name] = named_sets.load(name, config, data, note=console.print)
+        except DataError as error:
+            if not skip_sets:
+                raise
+            terminal.note(f"note: {error}; left out")
     if saved.step is None:  # a run's documents begin as in its training
         for texts in (data, *sets.values()):
             if isinstance(texts, TextWindows):

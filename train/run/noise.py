@@ -96,9 +96,9 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
     args, rest = command_line.parse_known(Noise, "python -m train noise", argv)
-    from mupax.train.checkpoints import saved_run
+    from mupax.train.reuse import pretrained
 
-    opened = functools.partial(saved_run.find, args.workdir, args.step, args.ema)
+    opened = functools.partial(pretrained.run_of, args.workdir, args.step, args.ema)
     saved = restored("noise", "--step, --ema, --batches, --json", rest, opened)
     products, groups = measured(saved, args.batches)
     batch = saved.config.data.batch_size

@@ -11,13 +11,17 @@ import jax
 from rich.console import Console
 
 from mupax.train import data as data_sources
-from mupax.train.checkpoints import selection, workdir
+from mupax.train.checkpoints import assets, selection, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps
+from mupax.train.config.data import DataConfig
+from mupax.train.config.record import completed, from_json, to_json
+from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
 from mupax.train.data import Data, DataError
+from mupax.train.data import assets as data_assets
 from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
 from mupax.train.run.report.early_stop import Evaluations, rows_until
@@ -114,11 +118,63 @@ def load_data(program: Program, runtime: Runtime) -> Data:
         DataError: the data is missing, damaged, does not fit the model, or is not what process 0 has.
     """
     config = program.config
+    settings, problem = own_settings(config, runtime)
     with runtime.processes.leader_first("data"):
-        data = data_sources.load(config.data, config.model, seed=config.data_seed, note=runtime.console.print)
+        data = data_sources.load(settings, config.model, seed=config.data_seed, note=runtime.console.print)
     check_data(data, runtime.processes)
+    if runtime.resumed:
+        check_tokenizer(data, runtime, problem)
     runtime.processes.barrier("data")
     return data
+
+
+def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
+    """Return settings of data that name the tokenizer and the chat template which the run keeps, and a problem with these.
+
+    `bpe:SIZE` makes another tokenizer where the data has grown. A new run that starts from another one with the same
+    data.tokenizer takes that run's.
+
+    Args:
+        config: of this part of the run.
+        runtime: its surroundings.
+    """
+    if not runtime.resumed:
+        if config.init.init_from is None or config.data.task != "tokens":
+            return config.data, ""
+        from mupax.train.reuse.start import init_from
+
+        return init_from.own_settings(config), ""
+    before = workdir.recorded(runtime.folder)
+    recorded = from_json(completed(before["config"], to_json(config))).data
+    facts = before.get("data") or {}
+    choice, metric = config.resume_from, config.checkpoint.best_metric
+    step = None if choice is None else selection.step_of(runtime.folder, choice, metric)
+    from mupax.train.reuse import own_files
+
+    try:
+        return own_files.settings(recorded, facts, assets.find(runtime.folder, step), config.data), ""
+    except assets.AssetsError as error:  # the data may make the same files again
+        return own_files.settings(recorded, facts, None, config.data), str(error)
+
+
+def check_tokenizer(data: Data, runtime: Runtime, problem: str) -> None:
+    """Refuse to resume with another tokenizer than the one that made the run's tokens.
+
+    Args:
+        data: the run's data, opened.
+        runtime: the run's surroundings.
+        problem: what is wrong with the tokenizer that the run keeps; empty if nothing is.
+
+    Raises:
+        WorkdirError: the tokenizer is another.
+    """
+    recorded = (workdir.recorded(runtime.folder).get("data") or {}).get("tokenizer")
+    tokenizer = data.facts.get("tokenizer")
+    if recorded not in (None, tokenizer):
+        lost = problem or f"the run's tokens are those of {recorded}, and its tokenizer is not here"
+        raise workdir.WorkdirError(
+            f"{lost}. From this data, data.tokenizer {data.config.tokenizer} makes {tokenizer}, whose ids mean other text"
+        )
 
 
 def load_sets(program: Program, data: Data, runtime: Runtime) -> dict[str, Data]:
@@ -189,7 +245,7 @@ def starting_position(
         "resume from", lambda: None if choice is None else selection.step_of(runtime.folder, choice, metric)
     )
     if checkpoints.latest_of_all() is None:
-        make_state = _prepared(program)  # what does not fit is refused before anything is written
+        make_state = _prepared(program, data)  # what does not fit is refused before anything is written
         announce(program, data, console)
         if runtime.resumed or config.resume:
             yet = "no checkpoint yet, " if runtime.resumed else ""
@@ -214,6 +270,8 @@ def starting_position(
         preset, flags = program.preset.describe(), program.compiler_options()
         facts = data.facts | ({"sets": {name: each.facts for name, each in sets.items()}} if sets else {})
         checkpoints.record = workdir.record(runtime.folder, config, facts, preset, flags, position.step)
+        asset_files = data_assets.files_of(data, config.data, console.print)
+        checkpoints.assets = assets.write(runtime.folder, asset_files, position.step)
     return position
 
 
@@ -230,18 +288,18 @@ def rewound(program: Program, data: Data, checkpoints: Checkpoints, at: int | No
         WorkdirError, ForeignError, DiskError: as `Checkpoints.restore`.
     """
     if checkpoints.latest_of_all() is None:
-        return _prepared(program)(Console(quiet=True))
+        return _prepared(program, data)(Console(quiet=True))
     facts = None if "data" in program.config.resume_change else data.facts
     return checkpoints.restore(program.abstract, facts, at)
 
 
-def _prepared(program: Program) -> Callable[[Console], TrainState]:
+def _prepared(program: Program, data: Data) -> Callable[[Console], TrainState]:
     """What makes the state of step 0, and says where it is from; its source is read already."""
     if program.config.init.init_from is None:
         return lambda console: program.initial_state()
     from mupax.train.reuse.start import init_from
 
-    start = init_from.prepare(program)
+    start = init_from.prepare(program, data.facts.get("tokenizer"))
 
     def make_state(console: Console) -> TrainState:
         init_from.show(console, f"starting from {program.config.init.init_from}", start.rows, start.notes)

@@ -28,6 +28,7 @@ from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors, write_tensors
 from scripts.pages.markdown import parts
 from scripts.parity import __main__ as parity
+from tests.train.checkpoints.test_assets import of_an_older_version
 
 pytestmark = pytest.mark.core
 
@@ -236,6 +237,7 @@ def test_the_tokenizer_of_a_run_is_the_one_that_made_its_tokens(
     named_tokenizers.train_bpe([b"a few words, a few more"], 270).save(str(mine))
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
+    of_an_older_version(copy)
     record = json.loads((copy / "config.json").read_text())
     record["config"]["data"]["tokenizer"] = "bpe:270"
     record["data"]["tokenizer"] = tokenizer.Subwords(mine).key

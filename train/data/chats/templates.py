@@ -19,6 +19,8 @@ from mupax.paths import path_of
 from mupax.train.data.interface import DataError
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+ASSETS = "assets.json"
+"""Beside the tokenizer of a run (`mupax.train.data.assets`)."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MARKS = "\ufdd0\ufdd1"
 """What begins and ends an answer in a marked text: of no text, by Unicode's rule, and refused in messages."""
@@ -141,9 +143,7 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
     """
     folder = path_of(tokenizer).parent if tokenizer.endswith(".json") else None
     fields = _fields(folder / CONFIG) if folder and (folder / CONFIG).is_file() else {}
-    named = {name: value for name, value in fields.items() if name.endswith("_token")}
-    tokens = {n: v.get("content") if isinstance(v, dict) else v for n, v in named.items()}
-    tokens = {name: value for name, value in tokens.items() if isinstance(value, str)}
+    tokens = special_tokens(tokenizer)
     path = path_of(file) if file else folder / FILE if folder and (folder / FILE).is_file() else None
     if path is not None:
         try:
@@ -156,6 +156,31 @@ def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Tem
         by_name = {each.get("name"): each.get("template") for each in text if isinstance(each, dict)}
         text = by_name.get("default")
     return Template(text, str(folder / CONFIG), tokens, dated) if folder and isinstance(text, str) else None
+
+
+def special_tokens(tokenizer: str) -> dict[str, str]:
+    """Return the special tokens that a template may name, such as bos_token, from files beside a tokenizer.json.
+
+    Args:
+        tokenizer: data.tokenizer. Without a path there are none.
+
+    Raises:
+        DataError: such a file is damaged.
+    """
+    if not tokenizer.endswith(".json"):
+        return {}
+    folder = path_of(tokenizer).parent
+    fields: Mapping[str, Any] = {}
+    if (folder / CONFIG).is_file():
+        fields = _fields(folder / CONFIG)
+    elif (folder / ASSETS).is_file():  # a run's own folder
+        fields = _fields(folder / ASSETS).get("chat_template", {}).get("tokens", {})
+    tokens: dict[str, str] = {}
+    for name, value in fields.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return tokens
 
 
 def checked(messages: Any) -> list[dict[str, Any]]:

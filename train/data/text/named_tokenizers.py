@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from mupax.paths import path_of
+from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.text.tokenizer import SEPARATOR, Bytes, Ids, Subwords, Tokenizer, decoded
 
@@ -45,6 +47,26 @@ def bpe_size(name: str) -> int | None:
         DataError: SIZE is not a number that holds every byte and the separator.
     """
     return _size(name, "bpe", _SMALLEST_BPE)
+
+
+def cached(name: str, separator: str | None, key: str) -> Path | None:
+    """Return the tokenizer.json in the cache that `bpe:SIZE` made with a given content, or None.
+
+    Args:
+        name: data.tokenizer; other names than bpe:SIZE are not in the cache.
+        separator: data.separator.
+        key: names the content (`Subwords.key`).
+    """
+    size = bpe_size(name)
+    if size is None:
+        return None
+    for path in sorted((cache.root() / "tokenizers").glob(f"bpe{size}-*.json")):
+        try:
+            if Subwords(path, separator).key == key:
+                return path
+        except DataError:  # damaged, or being deleted
+            continue
+    return None
 
 
 def _size(name: str, kind: str, least: int) -> int | None:

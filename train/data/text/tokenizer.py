@@ -72,6 +72,10 @@ class Bytes:
         """Id of the first of these tokens that the vocabulary has; None where it has none of them."""
         return None
 
+    def token(self, number: int) -> str | None:
+        """Return the token of an id as the vocabulary writes it; None for a byte, which has no name."""
+        return None
+
     def pieces(self) -> list[str]:
         """What each id stands for, a byte as the character of that number."""
         return [chr(byte) for byte in range(self.vocab_size)]
@@ -126,7 +130,8 @@ class Subwords:
             raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}") from error
         self._library.no_padding()  # of a model's inputs, not of texts: ids must not depend on the batch
         self._library.no_truncation()
-        self.key = f"tokenizer-{hashlib.sha256(content).hexdigest()[:16]}"
+        self._digest = hashlib.sha256(content).hexdigest()
+        self.key = f"tokenizer-{self._digest[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
         usual = self.find(*USUAL_SEPARATORS)
         chosen = usual if separator is None else self.find(separator)
@@ -178,6 +183,13 @@ class Subwords:
 
     def find(self, *names: str) -> int | None:
         return next((i for i in map(self._library.token_to_id, names) if i is not None), None)
+
+    def token(self, number: int) -> str | None:
+        return self._library.id_to_token(number)
+
+    def is_of(self, content: bytes) -> bool:
+        """Whether this is the tokenizer of a file with that content."""
+        return self._digest == hashlib.sha256(content).hexdigest()
 
     def pieces(self) -> list[str]:
         tokens = (self._library.id_to_token(i) or "" for i in range(self.vocab_size))

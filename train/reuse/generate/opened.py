@@ -48,7 +48,13 @@ def find(
 
 
 def tokenizer_of(run: Trained | Weights) -> Any:
-    """The run's tokenizer; its data only where that has made it. Raises DataError where it is not here, or is another."""
+    """Return the model's tokenizer: the file of a run's own, or the one beside weights.
+
+    The run's data is opened only for a run of an older version, whose tokenizer is not in the cache either.
+
+    Raises:
+        DataError: the tokenizer is not here, or is another.
+    """
     config, name = run.config, run.config.data.tokenizer
     tokenizer: Any = named_tokenizers.opened(name, config.data.separator)
     if tokenizer is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
@@ -17,6 +17,7 @@ from mupax.zoo import configs
 if TYPE_CHECKING:
     import numpy as np
 
+    from mupax.train.checkpoints.saved_run import Trained
     from mupax.train.core.program import Program
     from mupax.train.core.state import TrainState
     from mupax.train.reuse.grow.grow import Growth
@@ -50,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Grow, "python -m train grow", argv)
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
-    from mupax.train import data as data_sources
     from mupax.train.checkpoints import saved_run
     from mupax.train.reuse import runs, transplant
     from mupax.train.reuse.grow.axes import GrowError
@@ -68,10 +68,9 @@ def main(argv: Sequence[str]) -> int:
     one, other = runs.on_one_device(before), runs.on_one_device(after)
     old = runs.whole_state(run.verified(), one)
     state, growth = grown(one, other, old)
-    data = data_sources.load(before.data, before.model, seed=before.data_seed, note=console.print)
-    batch = {name: array[:EXAMPLES] for name, array in data.eval_batch(0).items() if name not in ("targets", "weights")}
+    batch, examples = compared_examples(run, console.print)
     was, now = logits(one, old.params, batch), logits(other, state.params, batch)
-    step = runs.write(args.out, after, other.preset.describe(), state, run.facts)
+    step = runs.write(args.out, after, other.preset.describe(), state, run.facts, run.assets())
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
     init_from.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
@@ -79,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     flags = words(after)
     recipe = " ".join([after.recipe, *(["(and the run's flags)"] if flags is None else flags)])
     for line in (
-        f"logits of {EXAMPLES} evaluation examples {difference}",
+        f"logits of {EXAMPLES} {examples} {difference}",
         f"step {step} of {args.checkpoint} is in {args.out}, {other.definition.count():,} parameters; go on with",
     ):
         console.print(line, highlight=False)
@@ -87,6 +86,41 @@ def main(argv: Sequence[str]) -> int:
     if step >= after.steps:
         console.print(f"which has {after.steps} steps, all done: add --steps N, of more than {step}", highlight=False)
     return 0
+
+
+def compared_examples(run: Trained, note: Callable[[str], None]) -> tuple[dict[str, np.ndarray], str]:
+    """Return what the model reads of a few examples, and what kind of examples they are: random ones without the run's data.
+
+    Args:
+        run: the smaller model's.
+        note: told what takes time, or why the run's data is not read.
+    """
+    import numpy as np
+
+    from mupax.train import data as data_sources
+    from mupax.train.reuse import own_files
+
+    config = run.config
+    settings = own_files.settings(config.data, run.facts, run.assets())
+    try:
+        data = data_sources.load(settings, config.model, seed=config.data_seed, note=note)
+        batch = data.eval_batch(0)
+        kind = "evaluation examples"
+    except data_sources.DataError as error:
+        note(f"note: the run's data is not here ({error})")
+        rng, tokens = np.random.default_rng(0), config.model.sizes().get("vocab", 2)
+        batch = {}
+        for name, spec in config.model.example().items():
+            shape = (EXAMPLES, *spec.shape)
+            if name.endswith("mask"):
+                batch[name] = np.ones(shape, spec.dtype)
+            elif spec.dtype == "int32":
+                batch[name] = rng.integers(tokens, size=shape, dtype=np.int32)
+            else:
+                batch[name] = rng.standard_normal(shape, np.float32)
+        kind = "random examples"
+    read = {name: array[:EXAMPLES] for name, array in batch.items() if name not in ("targets", "weights")}
+    return read, kind
 
 
 def larger(before: Config, args: Grow) -> Config:

@@ -18,12 +18,13 @@ from mupax.train.data.chats import templates
 from mupax.train.data.interface import DataError
 
 if TYPE_CHECKING:
+    from mupax.train.checkpoints.assets import Assets
+    from mupax.train.config.data import DataConfig
     from mupax.train.config.run import Config
     from mupax.train.data.chats.templates import Template
     from mupax.train.data.text.tokenizer import Tokenizer
     from mupax.train.reuse.huggingface.tokenizer_files import TextFiles
     from mupax.train.reuse.image_input import ImageInput
-    from mupax.train.reuse.outline import Outline
     from mupax.train.reuse.source import Source
     from mupax.zoo.families import ModelConfig
     from mupax.zoo.huggingface.tensorfile import DType
@@ -44,12 +45,11 @@ class Import(PresetFlags):
         """0 when written; raises what does not fit."""
         from mupax.train.reuse import source as pretrained
         from mupax.train.reuse.huggingface import files as pretrained_files
-        from mupax.train.reuse.outline import outline
 
         config = self.config(self.preset)
         pretrained_files.check_free(self.out)
         source = pretrained.read(self.path)
-        text = text_of(source, outline(self.path), None, None)
+        text = text_of(source, self.path, None, None)
         if source.run is not None and text.encoder is not None and not source.model.denoises:
             source = source._replace(text_ids=_known(_token_ids(source, text)))
         with delivered(self.out) as out:
@@ -142,12 +142,11 @@ def exported(
     from mupax.train.reuse import source as pretrained
     from mupax.train.reuse.huggingface import card, evidence, preprocessor, tokenizer_files
     from mupax.train.reuse.huggingface import files as pretrained_files
-    from mupax.train.reuse.outline import outline
     from mupax.zoo.families import ImageModel
 
     source = pretrained.read(path, step)
     notes = source.notes
-    text = text_of(source, outline(path), tokenizer_file, separator)
+    text = text_of(source, path, tokenizer_file, separator)
     ids = {**_token_ids(source, text), **source.text_ids}
     if separator is not None and text.encoder is not None:
         ids["eos_token_id"] = text.encoder.separator
@@ -217,12 +216,12 @@ def _known(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
     return {name: number for name, number in ids.items() if number is not None}
 
 
-def text_of(source: Source, origin: Outline, file: Path | None, separator: str | None) -> TextFiles:
+def text_of(source: Source, path: Path, file: Path | None, separator: str | None) -> TextFiles:
     """Return the tokenizer and the chat template that belong to a model.
 
     Args:
         source: the model.
-        origin: what its path says of it.
+        path: where it lies.
         file: tokenizer.json that the user gives; the model's own is looked up unless given.
         separator: the token of `file` that ends a text; found by its usual names unless given.
 
@@ -232,6 +231,7 @@ def text_of(source: Source, origin: Outline, file: Path | None, separator: str |
     """
     from mupax.train.data.text import tokenizer
     from mupax.train.reuse.huggingface.tokenizer_files import TextFiles
+    from mupax.train.reuse.outline import outline
 
     if separator is not None and (file is None or source.run is not None):
         why = "a run has its own" if source.run is not None else "it is of --tokenizer FILE"
@@ -240,8 +240,10 @@ def text_of(source: Source, origin: Outline, file: Path | None, separator: str |
         return TextFiles(None)
     if source.run is not None:
         return _text_of_run(source, file)
+    if file is None and outline(path).tokenizer == "bytes":
+        return TextFiles("bytes", encoder=tokenizer.Bytes())
     if file is None:
-        return TextFiles("bytes", encoder=tokenizer.Bytes()) if origin.tokenizer == "bytes" else TextFiles(None)
+        return TextFiles(None)
     end = source.text_ids.get("eos_token_id")
     end = end[0] if isinstance(end, list) else end
     if separator is None and end is not None and not source.model.denoises:
@@ -253,11 +255,14 @@ def _text_of_run(source: Source, given: Path | None) -> TextFiles:
     """Return a run's tokenizer, with the separator that parted its documents, and its chat template."""
     from mupax.train.data.text import named_tokenizers
     from mupax.train.data.text.tokenizer import Ids
+    from mupax.train.reuse import own_files
     from mupax.train.reuse.huggingface.tokenizer_files import TextFiles
 
     assert source.run is not None
     config, facts = source.run
-    name, file = tokenizer_of(source.model, source.run)
+    name, file = tokenizer_of(source.model, source.run, source.assets)
+    data = own_files.settings(config.data, facts, source.assets)
+    template, lost = _template_of_run(data, facts, file or given)
     encoder = None
     if named_tokenizers.bpe_size(config.data.tokenizer) is None and (
         name == "bytes" or config.data.tokenizer.startswith("ids:")
@@ -267,16 +272,17 @@ def _text_of_run(source: Source, given: Path | None) -> TextFiles:
     if file is not None:
         separator = _token(file, encoder.separator) if isinstance(encoder, Ids) else config.data.separator
         encoder = _opened(file, separator)
-    template, lost = _template_of_run(config, facts, file)
     return TextFiles(name, file, encoder, template, config.data.name.startswith("chat:"), lost)
 
 
-def _template_of_run(config: Config, facts: Mapping[str, Any], file: Path | None) -> tuple[Template | None, str | None]:
+def _template_of_run(
+    data: DataConfig, facts: Mapping[str, Any], file: Path | None
+) -> tuple[Template | None, str | None]:
     """Return the chat template of a run, or a note on what was lost of it."""
-    tokenizer = str(file) if file is not None else config.data.tokenizer
-    named = config.data.chat_template or "the chat template"
+    tokenizer = str(file) if file is not None else data.tokenizer
+    named = data.chat_template or "the chat template"
     try:
-        template = templates.find(tokenizer, config.data.chat_template)
+        template = templates.find(tokenizer, data.chat_template)
     except DataError as error:
         return None, f"the run's chat template is left out: {error}"
     digest = facts.get("chat_template")
@@ -309,15 +315,21 @@ def _token(file: Path, number: int) -> str | None:
         return None
 
 
-def tokenizer_of(model: ModelConfig, run: tuple[Config, dict[str, Any]] | None) -> tuple[str | None, Path | None]:
-    """What a run calls its tokenizer, and the file of it: the one that made the run's tokens, or None.
+def tokenizer_of(
+    model: ModelConfig, run: tuple[Config, dict[str, Any]] | None, own: Assets | None
+) -> tuple[str | None, Path | None]:
+    """Return what a run calls its tokenizer, and the tokenizer.json that made the run's tokens, or None where it is lost.
 
     Args:
-        model: of the run.
-        run: its config, and what it recorded of its data; None for weights without one.
+        model: the run's model.
+        run: its config, and what it recorded of its data; None for weights without a run.
+        own: the run's assets, where the file lies; a run of an older version has none, and the cache is searched.
+
+    Raises:
+        AssetsError: the file among the assets is missing or damaged.
     """
-    from mupax.train.data import cache
-    from mupax.train.data.text import named_tokenizers, tokenizer
+    from mupax.train.data.text import tokenizer
+    from mupax.train.reuse import own_files
 
     if run is None or model.task != "tokens":
         return None, None
@@ -325,12 +337,9 @@ def tokenizer_of(model: ModelConfig, run: tuple[Config, dict[str, Any]] | None) 
     name = config.data.tokenizer
     if name == "bytes":
         return name, None
-    size = named_tokenizers.bpe_size(name)
-    files = (cache.root() / "tokenizers").glob(f"bpe{size}-*.json") if size else [path_of(name)]
-    key = facts.get("tokenizer")
-    return name, next(
-        (file for file in files if file.is_file() and tokenizer.Subwords(file, config.data.separator).key == key), None
-    )
+    file = path_of(own_files.settings(config.data, facts, own).tokenizer)
+    is_here = file.is_file() and tokenizer.Subwords(file, config.data.separator).key == facts.get("tokenizer")
+    return name, file if is_here else None
 
 
 def _images_line(images: ImageInput) -> str:

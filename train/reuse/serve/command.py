@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from tyro import conf
 
@@ -14,9 +13,6 @@ from mupax.train.checkpoints.command import ModelFlags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.serve.service import Service
-
-_NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
-"""Files beside a tokenizer that name what ends a text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def opened_service(args: Serve) -> Service:
     """The model of a command line, ready for requests. Raises what does not fit, before weights are read."""
     from mupax.train.checkpoints.workdir import WorkdirError
+    from mupax.train.data.assets import end_ids
     from mupax.train.data.chats import templates
     from mupax.train.reuse import runs
     from mupax.train.reuse.generate import opened
@@ -80,27 +77,4 @@ def opened_service(args: Serve) -> Service:
     template = templates.find(name, args.chat_template or run.config.data.chat_template, dated=True)
     program = runs.on_one_device(run.config)
     generator = Generator(program, run.params(program.abstract), program.step_inputs(), sampling=None)
-    return Service(args.workdir.absolute().name, run, tokenizer, template, end_tokens(name, tokenizer), generator)
-
-
-def end_tokens(name: str, tokenizer: Any) -> frozenset[int]:
-    """What ends a text: the tokenizer's separator, and what files beside it name as eos.
-
-    Args:
-        name: data.tokenizer.
-        tokenizer: it, opened.
-
-    Raises:
-        JsonError: such a file is damaged.
-    """
-    from mupax.disk import read_json
-
-    ends, folder = {int(tokenizer.separator)}, Path(name).parent
-    for file in _NEAR if name.endswith(".json") else ():
-        fields = read_json(folder / file) if (folder / file).is_file() else {}
-        ids, token = fields.get("eos_token_id"), fields.get("eos_token")
-        ends |= {i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int}
-        token = token.get("content") if isinstance(token, dict) else token
-        number = tokenizer.find(token) if isinstance(token, str) else None
-        ends |= set() if number is None else {number}
-    return frozenset(ends)
+    return Service(args.workdir.absolute().name, run, tokenizer, template, end_ids(name, tokenizer), generator)

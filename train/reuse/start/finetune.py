@@ -176,7 +176,8 @@ def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> t
     tokenizer = "bytes" if has_tokenizer else _tokenizer(source, origin)
     chat = not (before and before.noise) and in_folder(folder)
     if chat and before is not None:
-        fields["chat_template"] = before.chat_template
+        template = origin.assets.chat_template if origin.assets is not None else None
+        fields["chat_template"] = before.chat_template if template is None else str(template)
     data = DataConfig(
         name=f"{'chat' if chat else 'text'}:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields
     )
@@ -190,7 +191,7 @@ def _tokenizer(source: Path, origin: Outline) -> str:
     if origin.run is None:
         name, file = (origin.tokenizer, Path(origin.tokenizer))
     else:
-        name, file = tokenizer_of(origin.model, origin.run)
+        name, file = tokenizer_of(origin.model, origin.run, origin.assets)
     if name == "bytes":
         return name
     if file is None or not file.is_file():

@@ -13,14 +13,16 @@ from rich.console import Console
 from mupax import terminal
 from mupax.paths import path_of
 from mupax.train.checkpoints.workdir import read_record
+from mupax.train.config.data import DataConfig
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config, InitConfig
 from mupax.train.core import state
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
-from mupax.train.reuse import plain, runs, transplant
+from mupax.train.reuse import own_files, plain, runs, transplant
 from mupax.train.reuse import source as pretrained
+from mupax.train.reuse.outline import outline
 from mupax.train.reuse.source import Source
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
 from mupax.zoo.definition import definition
@@ -60,8 +62,28 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     return dataclasses.replace(config, init=dataclasses.replace(start, init_from=path))
 
 
-def prepare(program: Program) -> Start:
+def own_settings(config: Config) -> DataConfig:
+    """Return a new run's settings of data, with the tokenizer of its source where both name the same one.
+
+    Args:
+        config: of the new run, whose `init.init_from` is given.
+
+    Raises:
+        WeightsError, JsonError, ConfigError, AssetsError: nothing of this kind there, or files that are not whole.
+    """
+    origin = outline(path_of(config.init.init_from or ""))
+    if origin.run is None:
+        return config.data
+    before, facts = origin.run
+    return own_files.settings(before.data, facts, origin.assets, config.data)
+
+
+def prepare(program: Program, tokenizer: str | None = None) -> Start:
     """What a run starts with, of the source that it has, fitted to it. Nothing is written or put on devices.
+
+    Args:
+        program: of the run.
+        tokenizer: key of the tokenizer that made the run's tokens, where it is known.
 
     Raises:
         InitError, TransplantError: it does not fit; the text says what differs and which flags name it.
@@ -78,7 +100,7 @@ def prepare(program: Program) -> Start:
         raise InitError(f"--init-from {init.init_from}: {error}") from error
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
     params = transplant.parameters(planned.moves, source.stored, fresh)
-    moments, notes = None, [*source.notes, *_notes(source, config)]
+    moments, notes = None, [*source.notes, *_notes(source, config, tokenizer)]
     if init.init_optimizer:
         if source.run is None:
             raise InitError(f"--init-optimizer: {init.init_from} holds no optimizer state, only weights; leave it out")
@@ -140,10 +162,17 @@ def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])
 
 
-def _notes(source: Source, config: Config) -> list[str]:
-    notes, here = [], config.data.tokenizer
-    if source.run is not None and config.data.task == "tokens" and (there := source.run[0].data.tokenizer) != here:
-        notes.append(f"the source reads tokens of {there} and this run of {here}; the same numbers are other text then")
+def _notes(source: Source, config: Config, tokenizer: str | None) -> list[str]:
+    notes: list[str] = []
+    if source.run is not None and config.data.task == "tokens":
+        before, facts = source.run
+        name, here = before.data.tokenizer, config.data.tokenizer
+        key = facts.get("tokenizer")
+        differ = name != here if key is None or tokenizer is None else key != tokenizer
+        if differ:
+            notes.append(
+                f"the source reads tokens of {name} and this run of {here}; the same numbers are other text then"
+            )
     if isinstance(times := source.preset.get("norm_eps_times"), float):
         notes.append(f"the source's skips are folded: its norms' eps counts up to {times:.3g} times")
     return notes

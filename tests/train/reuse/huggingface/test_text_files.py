@@ -26,6 +26,7 @@ from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.serve.command import Serve, opened_service
 from mupax.zoo.__main__ import main as zoo
 from mupax.zoo.configs import DecoderConfig
+from tests.train.checkpoints.test_assets import of_an_older_version
 from tests.train.reuse.test_source import published
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
@@ -205,11 +206,7 @@ def test_a_chat_run_ends_with_its_answers_end_and_has_its_template(tmp_path: Pat
 
 def test_a_template_that_is_gone_is_said(tmp_path: Path) -> None:
     shutil.copytree("chat", tmp_path / "chat")
-    shutil.rmtree(tmp_path / "chat" / "assets", ignore_errors=True)
-    for manifest in (tmp_path / "chat" / "checkpoints").rglob("manifest.json"):
-        content = fields(manifest)
-        content.pop("assets", None)
-        manifest.write_text(json.dumps(content))
+    of_an_older_version(tmp_path / "chat")  # a newer one has its template with it
     record = fields(tmp_path / "chat" / "config.json")
     record["config"]["data"]["chat_template"] = str(tmp_path / "none.jinja")
     (tmp_path / "chat" / "config.json").write_text(json.dumps(record))

@@ -74,7 +74,7 @@ def test_a_run_killed_before_a_manifest_ends_as_the_one_on_a_disk(resumed: Done,
     workdir = path_of(address)
     assert rows(workdir) == rows("whole")
     left = {path.name for path in workdir.iterdir()}
-    assert left == {"checkpoints", "config.json", "loss.png", "metrics.jsonl", "tensorboard"}
+    assert left == {"assets", "checkpoints", "config.json", "loss.png", "metrics.jsonl", "tensorboard"}
     one, other = (verified(place / "checkpoints" / str(STEPS)) for place in (workdir, Path("whole")))
     assert one.arrays == other.arrays
 

@@ -1,0 +1,136 @@
+"""What a model needs of its data after training: tokenizer, chat template, class names and preprocessing, as files.
+
+`mupax.train.checkpoints.assets` writes them into the workdir and describes the fields of assets.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from mupax import disk
+from mupax.paths import path_of
+from mupax.train.config.data import DataConfig
+from mupax.train.data import cache
+from mupax.train.data.interface import Data, DataError
+
+FORMAT = "mupax-assets-1"
+RECORD, TOKENIZER, CHAT_TEMPLATE = "assets.json", "tokenizer.json", "chat_template.jinja"
+_NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
+"""Files beside a tokenizer that name the tokens which end a text."""
+
+
+def files_of(data: Data, config: DataConfig, note: cache.Note = print) -> dict[str, bytes]:
+    """Return the content of every asset by its file name; assets.json is always among them.
+
+    Args:
+        data: the run's data, opened.
+        config: the run's settings of data, whose tokenizer may have another name than the file that `data` was opened with.
+        note: told when a chat template beside the tokenizer cannot be used.
+
+    Raises:
+        DataError: the tokenizer's file has changed since the data was opened.
+    """
+    record: dict[str, Any] = {"format": FORMAT}
+    files: dict[str, bytes] = {}
+    if data.tokenizer is not None:
+        record["tokenizer"] = _described(data, config)
+        if content := _tokenizer_content(data.tokenizer):
+            files[TOKENIZER] = content
+        files |= _chat_files(data, record, note)
+    if data.class_names is not None:
+        record["class_names"] = list(data.class_names)
+    pixels = data.facts.get("pixels")
+    if pixels is None and data.kind == "images":
+        pixels = dataclasses.asdict(data.pixels)  # pyright: ignore[reportAttributeAccessIssue]
+    if pixels is not None:
+        record["pixels"] = pixels
+    files[RECORD] = (json.dumps(record, indent=2) + "\n").encode()
+    return files
+
+
+def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
+    """Return the ids that end a text: the tokenizer's separator, and what files beside it name as eos.
+
+    Args:
+        name: data.tokenizer; files beside it count if it is the path of a tokenizer.json.
+        tokenizer: the tokenizer, opened.
+
+    Raises:
+        JsonError: such a file is damaged.
+    """
+    ends = {int(tokenizer.separator)}
+    if not name.endswith(".json"):
+        return frozenset(ends)
+    folder = path_of(name).parent
+    for file in (*_NEAR, RECORD):
+        if not (folder / file).is_file():
+            continue
+        fields = disk.read_json(folder / file)
+        if file == RECORD:
+            ends.update(fields.get("tokenizer", {}).get("ends", []))
+            continue
+        ids = fields.get("eos_token_id")
+        ends.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int)
+        token = fields.get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        number = tokenizer.find(token) if isinstance(token, str) else None
+        if number is not None:
+            ends.add(number)
+    return frozenset(ends)
+
+
+def _described(data: Data, config: DataConfig) -> dict[str, Any]:
+    tokenizer = data.tokenizer
+    try:
+        ends = end_ids(data.config.tokenizer, tokenizer)
+    except disk.JsonError:  # a file beside the tokenizer, which training does not read
+        ends = {int(tokenizer.separator)}
+
+    def token(number: int) -> dict[str, Any]:
+        return {"text": tokenizer.token(number), "id": number}
+
+    return {
+        "name": config.tokenizer,
+        "key": tokenizer.key,
+        "vocab_size": tokenizer.vocab_size,
+        "separator": token(int(tokenizer.separator)),
+        "begin": [token(number) for number in tokenizer.start.tolist()],
+        "end": [token(number) for number in tokenizer.end.tolist()],
+        "ends": sorted(ends),
+    }
+
+
+def _tokenizer_content(tokenizer: Any) -> bytes | None:
+    """Return the file of a tokenizer, or None for bytes and ids."""
+    path = getattr(tokenizer, "path", None)
+    if path is None:
+        return None
+    try:
+        content = disk.read_bytes(path)
+    except disk.ABSENT:
+        content = b""
+    if not tokenizer.is_of(content):
+        raise DataError(f"the tokenizer {path} has changed while the run started; write the same command again")
+    return content
+
+
+def _chat_files(data: Data, record: dict[str, Any], note: cache.Note) -> dict[str, bytes]:
+    """Return the chat template as a file, if there is one, and add its tokens to assets.json."""
+    config = data.config
+    if not config.tokenizer.endswith(".json") and config.chat_template is None:
+        return {}
+    from mupax.train.data.chats import templates
+
+    try:
+        tokens = templates.special_tokens(config.tokenizer)
+        template = templates.find(config.tokenizer, config.chat_template)
+    except DataError as error:
+        if config.name.startswith("chat:"):
+            raise
+        note(f"caution: this run keeps no chat template: {error}")
+        return {}
+    if tokens:
+        record["chat_template"] = {"tokens": tokens}
+    return {} if template is None else {CHAT_TEMPLATE: template.source.encode()}
