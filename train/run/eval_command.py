@@ -139,8 +139,10 @@ def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[],
             )
     saved = opened()
     start = with_other_data(saved.config, rest)
-    config = cli.parse(command, lambda: start, rest).config
     tokenizer = cli.value_of("--data.tokenizer", rest)
+    if tokenizer is not None and saved.step is None:  # the separator beside weights is a token of their own tokenizer
+        start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
+    config = cli.parse(command, lambda: start, rest).config
     if tokenizer is not None and saved.step is not None and tokenizer == recorded_tokenizer(saved.workdir):
         # Named as when the run began; bpe:SIZE would make another one of other text.
         own = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)

@@ -79,18 +79,15 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """Return the special tokens that the files beside a tokenizer name, by their names there, such as bos_token.
 
     Raises:
-        JsonError: such a file is damaged.
+        JsonError, DataError: such a file is damaged.
     """
     tokens: dict[str, str] = {}
-    for file in (TOKENS, templates.CONFIG):  # the second decides
-        content = read_json(folder / file) if (folder / file).is_file() else {}
-        for name, value in content.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if name.endswith("_token") and isinstance(text, str):
-                tokens[name] = text
-            elif name.endswith("_token") and value is None:
-                tokens.pop(name, None)
-    return tokens
+    content = read_json(folder / TOKENS) if (folder / TOKENS).is_file() else {}
+    for name, value in content.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            tokens[name] = text
+    return {**tokens, **templates.special_tokens(str(folder / TOKENIZER))}  # tokenizer_config.json decides
 
 
 def separator_beside(folder: Path, ids: Ids) -> str | None:
@@ -138,7 +135,7 @@ def decoder_ids(text: TextFiles) -> dict[str, int | None]:
     if encoder is None:
         return {}
     begin, end = encoder.separator, encoder.separator
-    tokens = {} if template is None else template.tokens
+    tokens = {} if text.file is None else templates.special_tokens(str(text.file))
     if text.chats and template is not None:
         answer_end = _end_of_answers(text.file, encoder, template)
         end = end if answer_end is None else answer_end
@@ -169,7 +166,7 @@ def write_tokenizer(text: TextFiles, out: Path, ids: Ids, context: int, *, decod
     content = text.file.read_bytes()
     library = Library.from_buffer(content)
     special = {number for number, token in library.get_added_tokens_decoder().items() if token.special}
-    tokens = {} if text.template is None else dict(text.template.tokens)
+    tokens = templates.special_tokens(str(text.file))
     for name in ("bos", "eos", "pad"):
         number = ids.get(f"{name}_token_id")
         number = number[0] if isinstance(number, list) else number

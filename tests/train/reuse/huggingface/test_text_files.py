@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
@@ -33,7 +34,7 @@ MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spe
 without_them = pytest.mark.skipif(bool(MISSING), reason=f"{' and '.join(MISSING)} not installed; `make parity` does it")
 VOCAB = 300
 MODEL = DecoderConfig(
-    width=8, depth=1, num_heads=2, vocab_size=VOCAB, seq_len=32,
+    width=8, depth=1, num_heads=2, mlp_ratio=2.5, vocab_size=VOCAB, seq_len=32,
     positions="rotary", norm="rmsnorm", activation="swiglu", bias=False,
 )  # fmt: skip
 TINY = (
@@ -302,6 +303,41 @@ def test_an_imported_folder_needs_no_flags(llama: Path, tmp_path: Path) -> None:
     )
     done(zoo, "export", tmp_path / "tuned", "--out", tmp_path / "out")
     assert fields(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
+
+
+def test_a_run_from_weights_reads_their_tokens(llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(llama, tmp_path / "hf")
+    words = ["lm-tiny --data.name text:texts", TINY, "--init-from", tmp_path / "hf", "--workdir"]
+    done(train, *words, tmp_path / "run")
+    data = fields(tmp_path / "run" / "config.json")["config"]["data"]
+    assert (data["tokenizer"], data["separator"]) == (str(tmp_path / "hf" / "tokenizer.json"), None)
+    shutil.rmtree(tmp_path / "hf")  # a run that goes on has a copy
+    done(train, *words, tmp_path / "run", "--resume --steps 2 --resume-change schedule")
+    done(zoo, "export odd --out", tmp_path / "out")
+    # The control: another vocabulary is another text.
+    words = ["lm-tiny --data.name text:texts", TINY, "--init-from", tmp_path / "out", "--workdir"]
+    done(train, *words, tmp_path / "other", "--model.vocab-size 256 --init-new token_embedding readout")
+    assert fields(tmp_path / "other" / "config.json")["config"]["data"]["tokenizer"] == "bytes"
+
+
+def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
+    origin = published(tmp_path / "hf", dataclasses.replace(MODEL, vocab_size=256))
+    record = {**fields(origin / "config.json"), "mupax": {"tokenizer": "bytes"}}
+    (origin / "config.json").write_text(json.dumps(record))
+    done(zoo, "import", origin, "--out", tmp_path / "in")
+    done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    assert fields(tmp_path / "out" / "config.json")["mupax"]["tokenizer"] == "bytes"
+    texts = {
+        done(train, "generate", tmp_path / name, "--temperature 0 --tokens 3 --prompt the").splitlines()[0]
+        for name in ("hf", "in", "out")
+    }
+    assert len(texts) == 1
+
+
+def test_another_tokenizer_than_the_one_beside_weights_has_its_own_separator(tmp_path: Path) -> None:
+    done(zoo, "export odd --out", tmp_path / "out")
+    done(train, "generate", tmp_path / "out", "--tokens 3 --prompt the --data.tokenizer bytes")
+    done(train, "eval", tmp_path / "out", "--data.name text:texts --data.tokenizer bytes")
 
 
 def test_scores_of_weights_begin_with_their_begin_token(llama: Path, tmp_path: Path) -> None:
