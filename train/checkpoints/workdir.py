@@ -11,7 +11,7 @@ import secrets
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
 from mupax.train.config import plugins
+from mupax.train.config.data import DataConfig
 from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.parallel.hardware import VARIABLES
@@ -182,7 +183,7 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
 
 def _check_same_run(config: Config, path: Path, before: dict[str, Any]) -> None:
     """Refuse to continue a run whose arrays or batches would no longer mean the same."""
-    now = to_json(config)
+    now = with_tokenizer_of_source(to_json(config), before["config"])
     for field, *values in differences(completed(before["config"], now), now):
         if field.startswith(_FIXED) and not field.startswith(("model.compute.", "preset.noise_scale")):
             flag, (was, now_is) = f"--{field.replace('_', '-')}", map(text_of, values)
@@ -190,6 +191,26 @@ def _check_same_run(config: Config, path: Path, before: dict[str, Any]) -> None:
             raise WorkdirError(
                 f"the run in {_shown(path)} has {field} {was}, not {now_is}; continue it {how}, or start another with --workdir"
             )
+
+
+def with_tokenizer_of_source(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a resumed run's config with the tokenizer that it took from the weights it started from.
+
+    A run that names no tokenizer takes the one beside such weights at its start (`init_from.settled`).
+
+    Args:
+        now: the config as it was asked for, as JSON.
+        before: the recorded one.
+    """
+    data = before.get("data") or {}
+    source = (before.get("init") or {}).get("init_from")
+    name = data.get("tokenizer")
+    if source is None or name is None or Path(name).parent != Path(source):
+        return now
+    if now["data"]["tokenizer"] != DataConfig.tokenizer:
+        return now
+    taken = {"tokenizer": name, "separator": now["data"]["separator"] or data.get("separator")}
+    return {**now, "data": {**now["data"], **taken}}
 
 
 def record(

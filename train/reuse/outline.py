@@ -16,7 +16,7 @@ from mupax.train.config.record import model_from_json, preset_from_json, run_con
 from mupax.train.config.run import Config, PresetConfig
 from mupax.train.config.sections import Step
 from mupax.train.reuse import image_input
-from mupax.train.reuse.huggingface import preprocessor
+from mupax.train.reuse.huggingface import preprocessor, text_ids
 from mupax.train.reuse.image_input import ImageInput
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.families import ImageModel
@@ -78,6 +78,10 @@ class Outline(NamedTuple):
     """The run they come from, and what it recorded of its data."""
     assets: Assets | None = None
     """The run's own tokenizer, chat template and class names; None of weights alone and of runs of older versions."""
+    tokenizer: str = "bytes"
+    """data.tokenizer of weights without a run."""
+    separator: str | None = None
+    """data.separator of weights without a run: the token that ends a document, unless its usual names find it."""
 
 
 def outline(path: Path) -> Outline:
@@ -94,11 +98,34 @@ def outline(path: Path) -> Outline:
     if (folder / MODEL).is_file():
         model, preset = checked_model(folder, fields), fields.get("preset")
         preset_fields = preset.get("fields") if isinstance(preset, Mapping) else None
-        return Outline(
-            folder, model, preset_from_json(preset_fields or {}), images_of(fields, model, folder / MODEL), None
-        )
+        images = images_of(fields, model, folder / MODEL)
+        ids = fields.get("text_ids", {})
+        text = _text_settings(folder, model, fields, ids if isinstance(ids, Mapping) else {})
+        return Outline(folder, model, preset_from_json(preset_fields or {}), images, None, **text)
     model = huggingface.from_huggingface(fields).model
-    return Outline(folder, model, None, published_images(folder, fields, model)[0], None)
+    images, _ = published_images(folder, fields, model)
+    text = _text_settings(folder, model, fields.get("mupax", {}), published_ids(folder, fields, model))
+    return Outline(folder, model, None, images, None, **text)
+
+
+def _text_settings(folder: Path, model: ModelConfig, record: Any, ids: Mapping[str, Any]) -> dict[str, Any]:
+    """Return data.tokenizer and data.separator of weights without a run, by their names in `Outline`."""
+    from mupax.train.reuse.huggingface import tokenizer_files
+
+    file = folder / tokenizer_files.TOKENIZER
+    if model.task != "tokens" or (reads_bytes(record) and not file.exists()):
+        return {"tokenizer": "bytes"}
+    separator = tokenizer_files.separator_beside(folder, ids) if model.generates else None
+    return {"tokenizer": str(file), "separator": separator}
+
+
+def reads_bytes(record: Any) -> bool:
+    """Whether what mupax recorded beside weights says that their tokens are bytes.
+
+    Args:
+        record: model.json, or `mupax` of config.json.
+    """
+    return isinstance(record, Mapping) and record.get("tokenizer") == "bytes"
 
 
 def checked_model(path: Path, record: Mapping[str, Any]) -> ModelConfig:
@@ -142,6 +169,22 @@ def published_images(
     how = f"squashed to the model's size, {images.pixels.interpolation}, mean and deviation a half"
     note = [] if processor else [f"no {preprocessor.FILE}: images are taken to be {how}"]
     return images, note
+
+
+def published_ids(folder: Path, fields: Mapping[str, Any], model: ModelConfig) -> Mapping[str, int | list[int]]:
+    """Return the tokens that start, end and pad the texts of Hugging Face's weights, by config.json's names.
+
+    Args:
+        folder: of the weights.
+        fields: of config.json.
+        model: that they describe; one of images has none.
+
+    Raises:
+        TextIdsError, JsonError: a field of an encoder-decoder that is no token, or a damaged file.
+    """
+    if model.denoises:
+        return dict(text_ids.recorded(folder, fields))
+    return text_ids.of_decoder(fields, model.sizes()["vocab"]) if model.task == "tokens" else {}
 
 
 def recorded_run(recorded: Mapping[str, Any]) -> tuple[Config, dict[str, Any]]:

@@ -13,14 +13,13 @@ from mupax.train.config.data import DataConfig, PixelsConfig
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.run import Config
 from mupax.train.config.sections import Step
+from mupax.train.data.chats import templates
 from mupax.train.reuse import own_files
 from mupax.train.reuse.outline import CONFIG, MODEL, WeightsError, outline
 
 if TYPE_CHECKING:
     from mupax.zoo.definition import Arrays
 
-TOKENIZER = "tokenizer.json"
-"""Beside weights of text."""
 NO_DATA = {"tokens": "text:", "images": "images:"}
 """data.name of weights, which say what they read and not where it is."""
 _BATCH = 8
@@ -105,10 +104,13 @@ def find(
     data = DataConfig(
         name=NO_DATA[model.task],
         batch_size=_BATCH,
-        tokenizer=str(path / TOKENIZER) if model.task == "tokens" else "bytes",
+        tokenizer=origin.tokenizer,
+        separator=origin.separator,
         pixels=PixelsConfig() if images is None else images.pixels,
         noise="sentinels" if model.denoises else None,
     )
+    if data.tokenizer == "bytes" and model.task == "tokens" and (path / templates.FILE).is_file():
+        data = dataclasses.replace(data, chat_template=str(path / templates.FILE))
     config = Config(recipe="weights", model=model, data=data, preset=origin.preset or PresetConfig(name="sp"), steps=1)
     names = None if images is None else images.class_names
     return Weights(path, config, {} if names is None else {"class_names": list(names)})

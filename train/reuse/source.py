@@ -26,7 +26,6 @@ from mupax.train.config.run import Config
 from mupax.train.config.sections import Step
 from mupax.train.core.factors import Factors, resolve
 from mupax.train.reuse import plain
-from mupax.train.reuse.huggingface import text_ids
 from mupax.train.reuse.image_input import ImageInput
 from mupax.train.reuse.outline import (
     MODEL,
@@ -35,6 +34,7 @@ from mupax.train.reuse.outline import (
     checked_model,
     images_of,
     opened,
+    published_ids,
     published_images,
     recorded_run,
 )
@@ -68,8 +68,8 @@ class Source(NamedTuple):
     """Class names and preprocessing of a model of images."""
     assets: Assets | None = None
     """The run's own tokenizer, chat template and class names; None of weights alone and of runs of older versions."""
-    text_ids: Mapping[str, int] = MappingProxyType({})
-    """What starts and ends the texts of an encoder-decoder, by config.json's names; empty where that is a run's."""
+    text_ids: Mapping[str, int | list[int]] = MappingProxyType({})
+    """Tokens that start, end and pad the texts of published weights, by config.json's names; empty for a run."""
 
     @property
     def params(self) -> Params:
@@ -122,7 +122,7 @@ def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"]
     notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
     notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
     scales = dict.fromkeys(loaded.params, np.ones(()))
-    ids = text_ids.recorded(folder, fields) if published.model.denoises else {}
+    ids = published_ids(folder, fields, published.model)
     return Source(published.model, loaded.params, scales, {}, [*notes, *note], images=images, text_ids=ids)
 
 

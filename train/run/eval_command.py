@@ -140,8 +140,10 @@ def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[],
             )
     saved = opened()
     start = with_other_data(saved.config, rest)
-    config = cli.parse(command, lambda: start, rest).config
     tokenizer = cli.value_of("--data.tokenizer", rest)
+    if tokenizer is not None and saved.step is None:  # the separator beside weights is a token of their own tokenizer
+        start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
+    config = cli.parse(command, lambda: start, rest).config
     if tokenizer is not None and saved.step is not None and tokenizer == recorded_tokenizer(saved.workdir):
         # Named as when the run began; bpe:SIZE would make another one of other text.
         own = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
@@ -190,6 +192,7 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     from mupax.train.core.costs import fit
     from mupax.train.core.program import assemble
     from mupax.train.data import DataError, named_sets
+    from mupax.train.data.text.batches import TextWindows
     from mupax.train.run.evaluate import evaluate
 
     config = saved.config
@@ -218,6 +221,10 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
             if not skip_sets:
                 raise
             terminal.note(f"note: {error}; left out")
+    if saved.step is None:  # a run's documents begin as in its training
+        for texts in (data, *sets.values()):
+            if isinstance(texts, TextWindows):
+                texts.begin_documents()
     limit = fit.limit_of(program)
     eval_fn = program.compile_eval()
     fit.check_evaluation(program, eval_fn, limit)

@@ -46,7 +46,7 @@ DISTILLED = "DeiTForImageClassificationWithTeacher"
 
 
 def to_huggingface(
-    model: TransformerConfig, *, dtype: str = "float32", tokens: Mapping[str, int | None] | None = None
+    model: TransformerConfig, *, dtype: str = "float32", tokens: Mapping[str, int | list[int] | None] | None = None
 ) -> dict[str, Any]:
     """config.json of a model.
 

@@ -20,7 +20,6 @@ from mupax.train.__main__ import main as train_main
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import source as pretrained
-from mupax.train.reuse.huggingface import files as pretrained_files
 from mupax.zoo.__main__ import main
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
@@ -29,6 +28,7 @@ from mupax.zoo.huggingface.config import to_huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors, write_tensors
 from scripts.pages.markdown import parts
 from scripts.parity import __main__ as parity
+from tests.train.checkpoints.test_assets import of_an_older_version
 
 pytestmark = pytest.mark.core
 
@@ -216,14 +216,12 @@ def test_a_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     named_tokenizers.train_bpe([b"a few words, a few more"], 270).save(str(path))
     separator = tokenizer.Subwords(path).separator
-    (tmp_path / "out").mkdir()
-    pretrained_files.copy_tokenizer(path, separator, tmp_path / "out")
+    origin = published(tmp_path / "hf")
+    assert zoo("export", origin, "--tokenizer", path, "--out", tmp_path / "out")[0] == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == path.read_bytes()
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["eos_token"] == "<|endoftext|>"
-    origin = published(tmp_path / "hf")
-    assert zoo("export", origin, "--tokenizer", path, "--out", tmp_path / "again")[0] == 0
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == separator
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == separator
 
 
 def test_the_tokenizer_of_a_run_is_the_one_that_made_its_tokens(
@@ -239,6 +237,7 @@ def test_the_tokenizer_of_a_run_is_the_one_that_made_its_tokens(
     named_tokenizers.train_bpe([b"a few words, a few more"], 270).save(str(mine))
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
+    of_an_older_version(copy)
     record = json.loads((copy / "config.json").read_text())
     record["config"]["data"]["tokenizer"] = "bpe:270"
     record["data"]["tokenizer"] = tokenizer.Subwords(mine).key

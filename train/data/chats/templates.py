@@ -100,6 +100,25 @@ class Template:
             return ""
         return text.rpartition(_CONTENT)[2].strip() if _CONTENT in text else ""
 
+    def with_tokens(self, tokens: Mapping[str, str]) -> str:
+        """Return the template's source for a reader who gives it other tokens. It renders the same text.
+
+        Tokens that differ are set at the start. A token that this template has not stays undefined.
+
+        Args:
+            tokens: what the reader gives, by name, such as bos_token.
+        """
+        from jinja2 import meta
+
+        named = meta.find_undeclared_variables(_environment(self.dated).parse(self.source))
+        lines = []
+        for name in sorted(name for name in named if name.endswith("_token")):
+            ours = self.tokens.get(name)
+            if ours != tokens.get(name):
+                value = "a_name_of_nothing" if ours is None else json.dumps(ours, ensure_ascii=False)
+                lines.append(f"{{% set {name} = {value} %}}\n")  # jinja2 takes the line end away (trim_blocks)
+        return "".join(lines) + self.source
+
     @functools.cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """Tokens such as `<|im_end|>` that the template writes around messages, in their order."""

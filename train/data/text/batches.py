@@ -51,6 +51,8 @@ class TextWindows(Data):
     """
 
     kind = "tokens"
+    _eval_targets: np.ndarray | None = None
+    """Evaluation tokens that are targets, bool [count]; None if all are."""
 
     def __init__(
         self,
@@ -115,7 +117,32 @@ class TextWindows(Data):
             ids = self._eval[window * self._seq_len : (window + 1) * self._seq_len + 1]
             tokens[row, : len(ids)] = ids
             weights[row, : len(ids) - 1] = 1.0
+            if self._eval_targets is not None:
+                first = window * self._seq_len + 1
+                weights[row, : len(ids) - 1] = self._eval_targets[first : first + len(ids) - 1]
         return tokens, weights
+
+    def begin_documents(self) -> None:
+        """Put what the tokenizer puts before a text that stands alone before every evaluation document.
+
+        Published models were trained on such documents. What is put there is no target, and every token of the text is one.
+        Nothing changes for a tokenizer that puts nothing there.
+        """
+        begin = self.tokenizer.start
+        if not len(begin):
+            return
+        ids = np.asarray(self._eval).astype(np.int32)
+        starts = np.append(0, np.flatnonzero(ids[:-1] == self.tokenizer.separator) + 1)
+        if begin.tolist() == [self.tokenizer.separator]:  # the end of the document before it is there already
+            starts = starts[:1]
+        places = np.repeat(starts, len(begin))
+        self._eval = np.insert(ids, places, np.tile(begin, len(starts)))
+        self._eval_targets = np.insert(np.ones(len(ids), bool), places, False)
+        windows = -(-(len(self._eval) - 1) // self._seq_len)
+        self.eval_size = min(windows, self.config.eval_examples or windows)
+        self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
+        if self.bytes_per_token is not None:
+            self.bytes_per_token = self.facts["eval_bytes"] / len(ids)
 
     def batch_of(self, tokens: np.ndarray, weights: np.ndarray) -> Batch:
         """A batch, and of its documents what data.document_mask and data.reset_positions ask for.

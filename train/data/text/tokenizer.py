@@ -22,7 +22,7 @@ from mupax.train.data.text import quoting
 from mupax.train.data.text.quoting import SpecialTokens
 
 SEPARATOR = "<|endoftext|>"
-_USUAL = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
+USUAL_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
 """What ends a document in the vocabularies of GPT-2, NeoX and Qwen; Llama 3; Llama 2, Mistral and T5; Gemma; DeepSeek; BERT."""
 _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
@@ -214,7 +214,7 @@ class Subwords:
         self._digest = hashlib.sha256(content).hexdigest()
         self.key = f"tokenizer-{self._digest[:16]}"
         self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
-        usual = self.find(*_USUAL)
+        usual = self.find(*USUAL_SEPARATORS)
         chosen = usual if separator is None else self.find(separator)
         if chosen is None:
             special = [token.content for token in self._library.get_added_tokens_decoder().values() if token.special]

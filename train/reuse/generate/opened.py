@@ -43,6 +43,8 @@ def find(
         raise command_line.UsageError(
             f"--data.{next(iter(named))} is for weights alone, and the run in {path} has its own; leave it out"
         )
+    if "tokenizer" in named:  # the separator beside the weights is a token of their own tokenizer
+        named = {"separator": None, **named}
     data = dataclasses.replace(run.config.data, **named)
     return run._replace(config=dataclasses.replace(run.config, data=data))
 

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mupax.errors import MupaxError
+from mupax.paths import path_of
 from mupax.train.config.sections import Step
 from mupax.train.reuse import runs
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.serve.writing import StreamingText
 
 BATCH = 8
@@ -66,6 +68,7 @@ class Texts:
         self.tokenizer: Any = opened.tokenizer_of(self._run)
         self.context = model.sizes()["position"]
         """Tokens before the last that is predicted, at most."""
+        self._begin = self._begin_tokens()
         program = runs.on_one_device(self._run.config)
         self._generator = Generator(program, self._run.params(program.abstract), program.step_inputs(), sampling=None)
 
@@ -80,7 +83,7 @@ class Texts:
         return self._scored([self._window(*pair) for pair in pairs])
 
     def rolling(self, texts: Sequence[str]) -> list[float]:
-        """Logarithm of the probability of each whole text, after the token that ends a document.
+        """Return the logarithm of the probability of each text, after the token that begins a document.
 
         Every token is predicted once: the first windows have one token of context before them, the last as many as fit.
         """
@@ -111,6 +114,22 @@ class Texts:
                 break
         return text.text
 
+    def _begin_tokens(self) -> np.ndarray:
+        """Return what stands before the first token of a document, int32 [count].
+
+        A run has the separator there. Weights have what their tokenizer puts there, else the begin token that it names, as the
+        lm-eval harness does.
+        """
+        separator = np.array([self.tokenizer.separator], np.int32)
+        if self._run.step is not None:
+            return separator
+        if len(self.tokenizer.start):
+            return self.tokenizer.start
+        name = self._run.config.data.tokenizer
+        named = tokenizer_files.special_tokens(path_of(name).parent) if name.endswith(".json") else {}
+        begin = self.tokenizer.find(named.get("bos_token", ""))
+        return separator if begin is None else np.array([begin], np.int32)
+
     def _encoded(self, text: str) -> np.ndarray:
         ids = self.tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
         opened.check_known(ids, self._run)
@@ -128,14 +147,15 @@ class Texts:
                 f"the continuation {continuation[:40]!r} has {count} tokens, and from 1 to {self.context} can be scored"
             )
         begins = self.tokenizer.start if self._run.step is None else np.zeros(0, np.int32)
-        begins = np.array([self.tokenizer.separator]) if not len(before) and not len(begins) else begins
+        begins = self._begin if not len(before) else begins
         return Window(np.concatenate([begins, whole])[-self.context - 1 :], count)
 
     def _windows(self, ids: np.ndarray) -> Iterator[Window]:
-        tokens = np.concatenate([[self.tokenizer.separator], ids])
+        tokens = np.concatenate([self._begin, ids])
         for done in range(0, len(ids), self.context):
             end = min(done + self.context, len(ids))
-            yield Window(tokens[max(0, end - self.context) : end + 1], end - done)
+            stop = len(self._begin) + end
+            yield Window(tokens[max(0, stop - 1 - self.context) : stop], end - done)
 
     def _scored(self, windows: Sequence[Window]) -> list[Likelihood]:
         """In the order of the windows, read in that of their lengths, so that few tokens are padding."""

@@ -23,7 +23,15 @@ _NO_LICENCE = (
 )
 
 
-def card(source: Source, name: str, licence: str | None = None, evaluation: Mapping[str, Any] | None = None) -> str:
+def card(
+    source: Source,
+    name: str,
+    licence: str | None = None,
+    evaluation: Mapping[str, Any] | None = None,
+    *,
+    tokenizer: bool = False,
+    chats: bool = False,
+) -> str:
     """README.md of an export. Of paths only the last part is in it, for they are those of a machine.
 
     Args:
@@ -31,6 +39,8 @@ def card(source: Source, name: str, licence: str | None = None, evaluation: Mapp
         name: of the model.
         licence: from `licences.identifier`; None where none was given.
         evaluation: the row of a run's evaluation at the step that is exported (`evidence.evaluation`).
+        tokenizer: whether a tokenizer.json is exported.
+        chats: whether it has a chat template.
     """
     model, sizes = source.model, source.model.sizes()
     task, loader = ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
@@ -49,7 +59,7 @@ def card(source: Source, name: str, licence: str | None = None, evaluation: Mapp
         *_evaluation(source, evaluation or {}),
         *_images(source),
         "## Use",
-        *_use(source, loader),
+        *_use(source, loader, tokenizer, chats),
         "## Licence",
         f"`{licence}`, as whoever wrote this card says." if licence else _NO_LICENCE,
     ]
@@ -95,9 +105,23 @@ def _images(source: Source) -> list[str]:
     return ["## Classes", "\n".join([*listed, *more]) or "They have no names.", read]
 
 
-def _use(source: Source, loader: str) -> list[str]:
-    processor = ["processor = transformers.AutoImageProcessor.from_pretrained(folder)"] if source.images else []
-    code = ["import transformers", "", *processor, f"model = transformers.{loader}.from_pretrained(folder)"]
+def _use(source: Source, loader: str, tokenizer: bool, chats: bool) -> list[str]:
+    code = ["import transformers", ""]
+    if source.images:
+        code.append('processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")')
+    if tokenizer:
+        code.append("tokenizer = transformers.AutoTokenizer.from_pretrained(folder)")
+    code.append(f"model = transformers.{loader}.from_pretrained(folder)")
+    if tokenizer and chats:
+        code += [
+            "",
+            'messages = [{"role": "user", "content": "Hello"}]',
+            'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")',
+        ]
+    elif tokenizer:
+        code += ["", 'inputs = tokenizer("A text", return_tensors="pt")']
+    if tokenizer:
+        code.append("print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))")
     return ["\n".join(["```python", *code, "```"])]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,11 +14,16 @@ from mupax import command_line, terminal
 from mupax.paths import delivered, path_of
 from mupax.train.config.preset import PresetFlags
 from mupax.train.config.sections import Step
+from mupax.train.data.chats import templates
+from mupax.train.data.interface import DataError
 
 if TYPE_CHECKING:
     from mupax.train.checkpoints.assets import Assets
+    from mupax.train.config.data import DataConfig
     from mupax.train.config.run import Config
+    from mupax.train.data.chats.templates import Template
     from mupax.train.data.text.tokenizer import Tokenizer
+    from mupax.train.reuse.huggingface.tokenizer_files import TextFiles
     from mupax.train.reuse.image_input import ImageInput
     from mupax.train.reuse.source import Source
     from mupax.zoo.families import ModelConfig
@@ -42,11 +49,19 @@ class Import(PresetFlags):
         config = self.config(self.preset)
         pretrained_files.check_free(self.out)
         source = pretrained.read(self.path)
+        text = text_of(source, self.path, None, None)
+        if source.run is not None and text.encoder is not None and not source.model.denoises:
+            source = source._replace(text_ids=_known(_token_ids(source, text)))
         with delivered(self.out) as out:
-            preset = pretrained_files.write_imported(source, config, out, str(self.path))
+            preset = pretrained_files.write_imported(
+                source, config, out, str(self.path), reads_bytes=text.name == "bytes"
+            )
+            notes = _write_text_files(source, text, self.path, out, source.text_ids)
         _print_summary(source, preset)
         if source.images:
             terminal.say(_images_line(source.images))
+        for note in notes:
+            terminal.say(note)
         terminal.say(f"written to {self.out} under {preset['described']}")
         return 0
 
@@ -65,6 +80,8 @@ class Export:
     """Of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
+    separator: Annotated[str | None, conf.arg(metavar="TOKEN")] = None
+    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the usual names."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
     """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows, in any case."""
 
@@ -77,7 +94,14 @@ class Export:
         pretrained_files.check_free(self.out)
         with delivered(self.out) as out:
             source, notes = exported(
-                self.path, out, self.step, self.dtype, self.tokenizer, name=self.out.name, licence=licence
+                self.path,
+                out,
+                self.step,
+                self.dtype,
+                self.tokenizer,
+                name=self.out.name,
+                licence=licence,
+                separator=self.separator,
             )
         _print_summary(source, source.preset)
         for note in notes:
@@ -97,8 +121,9 @@ def exported(
     *,
     name: str,
     licence: str | None = None,
+    separator: str | None = None,
 ) -> tuple[Source, list[str]]:
-    """Write a model as `transformers` reads it, with its tokenizer and its card; gives what was read, and what to know of it.
+    """Write a model as `transformers` reads it, with its tokenizer and its card. Return what was read, and notes on it.
 
     Args:
         path: a run, one of its steps, or an imported folder.
@@ -107,45 +132,187 @@ def exported(
         dtype: of the stored weights.
         tokenizer_file: to add where the run's is not here.
         name: of the model, in its card.
-        licence: the same, an identifier of `licences`.
+        licence: an identifier of `licences`, for the card.
+        separator: the token of `tokenizer_file` that ends a text; found by its usual names unless given.
+
+    Raises:
+        UsageError: a separator of what has one.
+        MupaxError: nothing to export there, or a tokenizer without a token that ends a text.
     """
-    from mupax.train.data.text import tokenizer
     from mupax.train.reuse import source as pretrained
-    from mupax.train.reuse.huggingface import card, evidence, preprocessor
+    from mupax.train.reuse.huggingface import card, evidence, preprocessor, tokenizer_files
     from mupax.train.reuse.huggingface import files as pretrained_files
     from mupax.zoo.families import ImageModel
 
-    source, notes = pretrained.read(path, step), []
-    called, file = (None, tokenizer_file) if tokenizer_file else tokenizer_of(source.model, source.run, source.assets)
-    encoder = tokenizer.Subwords(file) if file else tokenizer.Bytes() if called == "bytes" else None
-    tokens = {**(_token_ids(source, encoder) if encoder else {}), **source.text_ids}
-    notes += pretrained_files.write_huggingface(source, out, dtype, tokens)
-    if file is not None and encoder is not None:
-        pretrained_files.copy_tokenizer(file, encoder.separator, out)
+    source = pretrained.read(path, step)
+    notes = source.notes
+    text = text_of(source, path, tokenizer_file, separator)
+    ids = {**_token_ids(source, text), **source.text_ids}
+    if separator is not None and text.encoder is not None:
+        ids["eos_token_id"] = text.encoder.separator
+    notes += pretrained_files.write_huggingface(source, out, dtype, ids, reads_bytes=text.name == "bytes")
+    notes += _write_text_files(source, text, path, out, ids)
     row = evidence.evaluation(path, source.preset["step"]) if source.run else None
-    (out / card.FILE).write_text(card.card(source, name, licence, row), encoding="utf-8")
+    has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
+    content = card.card(source, name, licence, row, tokenizer=has_tokenizer, chats=text.template is not None)
+    (out / card.FILE).write_text(content, encoding="utf-8")
     if licence is None:
         notes.append("the model card states no licence; --licence ID (apache-2.0, mit, ...) does")
     if source.images and isinstance(source.model, ImageModel):
         note = preprocessor.note(source.images.pixels, source.model)
         notes += [_images_line(source.images), *([note] if note else [])]
-    if called == "bytes":
-        notes.append("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
-    elif called and file is None:
-        notes.append(f"the tokenizer {called} was not found on this machine; give its file as --tokenizer FILE")
     return source, notes
 
 
-def _token_ids(source: Source, encoder: Tokenizer) -> dict[str, int | None]:
+def _write_text_files(
+    source: Source, text: TextFiles, path: Path, out: Path, ids: Mapping[str, int | list[int] | None]
+) -> list[str]:
+    """Write the files beside weights that say how text is read and written. Return notes for the user."""
+    from mupax.train.reuse.huggingface import tokenizer_files
+    from mupax.train.reuse.outline import opened
+
+    notes = []
+    if source.run is None:
+        kept = tokenizer_files.keep(opened(path)[0], out, tokenizer=text.encoder is None)
+        notes += [f"kept beside the weights: {', '.join(kept)}"] if kept else []
+        lacks_tokenizer = text.name is None and text.encoder is None and tokenizer_files.TOKENIZER not in kept
+        if source.model.task == "tokens" and lacks_tokenizer:
+            notes.append("no tokenizer.json beside the weights: commands that read text need --data.tokenizer FILE")
+    if source.model.task != "tokens":
+        return notes
+    tokenizer_files.write_generation_config(out, ids)
+    if text.file is not None and text.encoder is not None:
+        context = source.model.sizes()["source" if source.model.denoises else "position"]
+        decoder = not source.model.denoises
+        notes += tokenizer_files.write_tokenizer(text, out, ids, context, decoder=decoder)
+    elif text.template is not None:
+        (out / templates.FILE).write_text(text.template.with_tokens({}), encoding="utf-8")
+    if text.name == "bytes":
+        notes.append("tokens are bytes, ids 0 to 255, for which there is no tokenizer.json: ids = list(text.encode())")
+    elif text.name and text.file is None:
+        notes.append(f"the tokenizer {text.name} was not found on this machine; give its file as --tokenizer FILE")
+    notes += [note for note in (text.lost_template, tokenizer_files.note_on_end(text)) if note]
+    return notes
+
+
+def _token_ids(source: Source, text: TextFiles) -> dict[str, int | None]:
     """What ends a text, and of an encoder-decoder what pads, begins and starts it, by the names of config.json."""
+    from mupax.train.reuse.huggingface import tokenizer_files
+
+    encoder = text.encoder
+    if encoder is None:
+        return {}
     if not source.model.denoises:
-        return {"bos_token_id": encoder.separator, "eos_token_id": encoder.separator}
+        return tokenizer_files.decoder_ids(text)
     from mupax.train.data.text.vocabulary import special_ids
 
     ids = special_ids(encoder, 0, source.model.sizes()["vocab"])
     infilled = source.run is not None and source.run[0].data.noise == "infilling"
     start = ids.eos if infilled else ids.pad
     return {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad, "decoder_start_token_id": start}
+
+
+def _known(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
+    return {name: number for name, number in ids.items() if number is not None}
+
+
+def text_of(source: Source, path: Path, file: Path | None, separator: str | None) -> TextFiles:
+    """Return the tokenizer and the chat template that belong to a model.
+
+    Args:
+        source: the model.
+        path: where it lies.
+        file: tokenizer.json that the user gives; the model's own is looked up unless given.
+        separator: the token of `file` that ends a text; found by its usual names unless given.
+
+    Raises:
+        UsageError: a separator of what has one.
+        DataError: the file is no tokenizer, or has no token that ends a text.
+    """
+    from mupax.train.data.text import tokenizer
+    from mupax.train.reuse.huggingface.tokenizer_files import TextFiles
+    from mupax.train.reuse.outline import outline
+
+    if separator is not None and (file is None or source.run is not None):
+        why = "a run has its own" if source.run is not None else "it is of --tokenizer FILE"
+        raise command_line.UsageError(f"--separator {separator}: {why}; leave it out")
+    if source.model.task != "tokens":
+        return TextFiles(None)
+    if source.run is not None:
+        return _text_of_run(source, file)
+    if file is None and outline(path).tokenizer == "bytes":
+        return TextFiles("bytes", encoder=tokenizer.Bytes())
+    if file is None:
+        return TextFiles(None)
+    end = source.text_ids.get("eos_token_id")
+    end = end[0] if isinstance(end, list) else end
+    if separator is None and end is not None and not source.model.denoises:
+        separator = _token(file, end)
+    return TextFiles(None, file, _opened(file, separator), templates.find(str(file)))
+
+
+def _text_of_run(source: Source, given: Path | None) -> TextFiles:
+    """Return a run's tokenizer, with the separator that parted its documents, and its chat template."""
+    from mupax.train.data.text import named_tokenizers
+    from mupax.train.data.text.tokenizer import Ids
+    from mupax.train.reuse import own_files
+    from mupax.train.reuse.huggingface.tokenizer_files import TextFiles
+
+    assert source.run is not None
+    config, facts = source.run
+    name, file = tokenizer_of(source.model, source.run, source.assets)
+    data = own_files.settings(config.data, facts, source.assets)
+    template, lost = _template_of_run(data, facts, file or given)
+    encoder = None
+    if named_tokenizers.bpe_size(config.data.tokenizer) is None and (
+        name == "bytes" or config.data.tokenizer.startswith("ids:")
+    ):
+        encoder = named_tokenizers.opened(config.data.tokenizer, config.data.separator)
+    file = given or file
+    if file is not None:
+        separator = _token(file, encoder.separator) if isinstance(encoder, Ids) else config.data.separator
+        encoder = _opened(file, separator)
+    return TextFiles(name, file, encoder, template, config.data.name.startswith("chat:"), lost)
+
+
+def _template_of_run(
+    data: DataConfig, facts: Mapping[str, Any], file: Path | None
+) -> tuple[Template | None, str | None]:
+    """Return the chat template of a run, or a note on what was lost of it."""
+    tokenizer = str(file) if file is not None else data.tokenizer
+    named = data.chat_template or "the chat template"
+    try:
+        template = templates.find(tokenizer, data.chat_template)
+    except DataError as error:
+        return None, f"the run's chat template is left out: {error}"
+    digest = facts.get("chat_template")
+    if digest is None:
+        return template, None
+    if template is None:
+        return None, f"the run's chat template is left out: {named} is not beside {tokenizer}; bring it back"
+    if hashlib.sha256(template.source.encode()).hexdigest() != digest:
+        return None, f"the run's chat template is left out: {template.name} has changed since; bring back what it was"
+    return template, None
+
+
+def _opened(file: Path, separator: str | None) -> Tokenizer:
+    """Return a tokenizer. An error names the flag of this command."""
+    from mupax.train.data.text.tokenizer import Subwords
+
+    try:
+        return Subwords(file, separator)
+    except DataError as error:
+        raise DataError(str(error).replace("--data.separator", "--separator")) from error
+
+
+def _token(file: Path, number: int) -> str | None:
+    """Return the token of an id in a tokenizer.json; None if there is none."""
+    from tokenizers import Tokenizer as Library
+
+    try:
+        return Library.from_file(str(file)).id_to_token(number)
+    except Exception:  # the library raises bare Exception; whoever opens the file says what is wrong
+        return None
 
 
 def tokenizer_of(

@@ -12,7 +12,6 @@ from mupax.paths import is_remote
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.record import model_to_json
 from mupax.train.core.factors import resolve
-from mupax.train.data.chats import templates
 from mupax.train.reuse import plain
 from mupax.train.reuse.huggingface import preprocessor
 from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL, WeightsError
@@ -42,7 +41,9 @@ def check_free(out: Path) -> None:
         raise WeightsError(f"--out {out}: cannot write into {there}; give another folder")
 
 
-def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str) -> dict[str, Any]:
+def write_imported(
+    source: Source, fields: PresetConfig, out: Path, origin: str, *, reads_bytes: bool = False
+) -> dict[str, Any]:
     """Write weights in a preset's form: our names in safetensors, and `model.json`.
 
     Args:
@@ -50,6 +51,7 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
         fields: the preset.
         out: folder, made here.
         origin: where they came from, for the record.
+        reads_bytes: whether the model's tokens are bytes, for which there is no tokenizer.json.
 
     Returns:
         What is recorded of the preset.
@@ -68,6 +70,7 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
         "from": origin,
         **(source.images.to_json() if source.images else {}),
         **({"text_ids": dict(source.text_ids)} if source.text_ids else {}),
+        **({"tokenizer": "bytes"} if reads_bytes else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(out, sorted(params.items()), dtype=source.model.compute.param_dtype)
@@ -76,7 +79,12 @@ def write_imported(source: Source, fields: PresetConfig, out: Path, origin: str)
 
 
 def write_huggingface(
-    source: Source, out: Path, dtype: DType, tokens: Mapping[str, int | None] | None = None
+    source: Source,
+    out: Path,
+    dtype: DType,
+    tokens: Mapping[str, int | list[int] | None] | None = None,
+    *,
+    reads_bytes: bool = False,
 ) -> list[str]:
     """Write weights as `transformers` reads them: config.json and safetensors; of a model of images preprocessor_config.json.
 
@@ -87,6 +95,7 @@ def write_huggingface(
         out: folder, made here.
         dtype: type of the stored weights.
         tokens: ids by config.json's names of them, such as eos_token_id.
+        reads_bytes: whether the model's tokens are bytes, for which there is no tokenizer.json.
 
     Returns:
         What was written otherwise than it is here, one sentence each.
@@ -100,8 +109,8 @@ def write_huggingface(
     if isinstance(model, ImageModel) and source.images:
         fields |= preprocessor.labels(source.images.class_names)
         processor = preprocessor.to_huggingface(source.images.pixels, model, family_of(model))
-    if source.preset:
-        fields["mupax"] = source.preset
+    if source.preset or reads_bytes:
+        fields["mupax"] = {**source.preset, **({"tokenizer": "bytes"} if reads_bytes else {})}
     out.mkdir(parents=True, exist_ok=True)
     write_tensors(
         out, weights.to_huggingface(model, {**source.params, **added}), dtype=dtype, metadata={"format": "pt"}
@@ -110,25 +119,3 @@ def write_huggingface(
     if processor:
         (out / preprocessor.FILE).write_text(json.dumps(processor, indent=2) + "\n")
     return notes
-
-
-def copy_tokenizer(tokenizer: Path, separator: int, out: Path) -> None:
-    """Add a run's tokenizer.json, and what makes `AutoTokenizer` take it; the separator both ends and begins a text.
-
-    A chat template that lies beside it comes with it.
-
-    Args:
-        tokenizer: path of the run's tokenizer.json.
-        separator: the token between texts.
-        out: folder of the weights.
-    """
-    from tokenizers import Tokenizer
-
-    content = tokenizer.read_bytes()
-    token = Tokenizer.from_buffer(content).id_to_token(separator)
-    (out / "tokenizer.json").write_bytes(content)
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": token, "bos_token": token}
-    if template := templates.find(str(tokenizer)):
-        config |= template.tokens  # which it names
-        (out / templates.FILE).write_text(template.source)
-    (out / templates.CONFIG).write_text(json.dumps(config, indent=2) + "\n")

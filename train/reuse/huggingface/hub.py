@@ -20,14 +20,13 @@ from mupax.disk import read_json
 from mupax.errors import MupaxError, MupaxFailure
 from mupax.paths import is_remote
 from mupax.train.checkpoints.workdir import CHECKPOINTS
-from mupax.train.data.chats import templates
-from mupax.train.reuse.huggingface import preprocessor, text_ids
+from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.outline import CONFIG
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, files_of_index
 
-NEAR = (CONFIG, INDEX, "tokenizer.json", templates.CONFIG, templates.FILE, text_ids.FILE, preprocessor.FILE)
+NEAR = (CONFIG, INDEX, *tokenizer_files.NEAR)
 """The small files that are read with weights, and where a model in parts has them."""
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 

@@ -46,6 +46,8 @@ class Push:
     """Of the stored weights."""
     tokenizer: Annotated[command_line.Place | None, conf.arg(metavar="FILE")] = None
     """tokenizer.json to add where the run's is not here."""
+    separator: Annotated[str | None, conf.arg(metavar="TOKEN")] = None
+    """Of weights without a run: the token of --tokenizer that ends a text, where it has none of the usual names."""
     licence: Annotated[str | None, conf.arg(aliases=("--license",), metavar="ID")] = None
     """Of the weights, for the model card: apache-2.0, mit, cc-by-4.0, or another that Hugging Face knows, in any case."""
     public: Switch = False
@@ -89,8 +91,8 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
 
     folder, fields, _ = opened(args.path, args.step)
     if "model_type" in fields and not (folder / MODEL).is_file():
-        if args.step or args.tokenizer or args.licence or args.dtype != "float32":
-            flags = "--step, --dtype, --tokenizer and --licence"
+        if args.step or args.tokenizer or args.separator or args.licence or args.dtype != "float32":
+            flags = "--step, --dtype, --tokenizer, --separator and --licence"
             raise PushError(f"{args.path} holds weights that go as they are; leave {flags} out")
         names = sorted(each.name for each in folder.iterdir() if each.is_file() and each.name.endswith(SENT))
         if not any(name.endswith(".safetensors") for name in names):
@@ -100,7 +102,17 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
         target = Path(out)
         licence, name = args.licence and licences.identifier(args.licence), args.to.partition("/")[2]
-        for note in exported(args.path, target, args.step, args.dtype, args.tokenizer, name=name, licence=licence)[1]:
+        _, notes = exported(
+            args.path,
+            target,
+            args.step,
+            args.dtype,
+            args.tokenizer,
+            name=name,
+            licence=licence,
+            separator=args.separator,
+        )
+        for note in notes:
             terminal.say(note)
         yield target, sorted(each.name for each in target.iterdir())
 

@@ -1,4 +1,4 @@
-"""Tokens that begin, end and pad what a published encoder-decoder writes, as `transformers` takes them from its JSON files."""
+"""Tokens that begin, end and pad what a published model writes, as `transformers` takes them from its JSON files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "mt5": {"eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0},
 }
 """What their code takes for a field that config.json does not have."""
+_DECODERS: Mapping[str, Mapping[str, int]] = {
+    "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
+    "gpt_neox": {"bos_token_id": 0, "eos_token_id": 2},
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "mistral": {"bos_token_id": 1, "eos_token_id": 2},
+    "mixtral": {"bos_token_id": 1, "eos_token_id": 2},
+    "gemma2": {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
+    "gemma3_text": {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
+}
+"""What the code of decoders takes for a field that config.json does not have."""
 
 
 class TextIdsError(MupaxError):
@@ -63,6 +73,23 @@ def recorded(folder: Path, fields: Mapping[str, Any]) -> dict[str, int]:
         if value is not None and (type(value) is not int or value < 0):
             raise TextIdsError(f"{folder}: {name} is {value!r:.60}; write one token's id")
         ids |= {} if value is None else {name: value}
+    return ids
+
+
+def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[int]]:
+    """Return the ids that a decoder's config.json has, by its names of them; several may end a text.
+
+    Args:
+        fields: config.json. What is no token of the model is left out, as -1 for pad_token_id in older files.
+        vocab: number of the model's tokens.
+    """
+    values = {**_DECODERS.get(str(fields.get("model_type")), {}), **fields}
+    ids: dict[str, int | list[int]] = {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(name)
+        numbers = value if isinstance(value, list) else [value]
+        if numbers and all(type(number) is int and 0 <= number < vocab for number in numbers):
+            ids[name] = value
     return ids
 
 

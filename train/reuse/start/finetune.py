@@ -170,7 +170,9 @@ def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> t
             "--init-from and --data.noise"
         )
     text_fields = ("separator", "special_tokens", "field", "noise", "noise_rate", "noise_span")
-    fields = {name: getattr(before, name) for name in text_fields} if before else {}
+    fields = {name: getattr(before, name) for name in text_fields} if before else {"separator": origin.separator}
+    if has_tokenizer and before is None:
+        fields = {}
     tokenizer = "bytes" if has_tokenizer else _tokenizer(source, origin)
     chat = not (before and before.noise) and in_folder(folder)
     if chat and before is not None:
@@ -187,8 +189,7 @@ def _tokenizer(source: Path, origin: Outline) -> str:
     from mupax.train.reuse.huggingface.command import tokenizer_of
 
     if origin.run is None:
-        file = origin.folder / "tokenizer.json"
-        name = None
+        name, file = (origin.tokenizer, Path(origin.tokenizer))
     else:
         name, file = tokenizer_of(origin.model, origin.run, origin.assets)
     if name == "bytes":

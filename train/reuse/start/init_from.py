@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mupax import terminal
 from mupax.paths import path_of
-from mupax.train.checkpoints.workdir import read_record
+from mupax.train.checkpoints.workdir import read_record, with_tokenizer_of_source
 from mupax.train.config.data import DataConfig
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config, InitConfig
@@ -27,6 +27,9 @@ from mupax.train.reuse.source import Source
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface.weights import Params
+
+_UNNAMED = DataConfig.tokenizer
+"""data.tokenizer of a run that names none."""
 
 
 class Start(NamedTuple):
@@ -53,13 +56,34 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
     """
     start = config.init
     if held:
-        recorded = read_record(folder)["config"].get("init")
+        record = read_record(folder)["config"]
+        recorded = record.get("init")
         init = from_json({**to_json(config), "init": recorded}).init if recorded else InitConfig()
+        now = to_json(config)
+        taken = with_tokenizer_of_source(now, record)
+        config = config if taken is now else from_json(taken)
         return dataclasses.replace(config, init=init)
     if start.init_from is None:
         return config
     path = processes.broadcast("init_from", lambda: str(pretrained.located(path_of(start.init_from or ""))))
-    return dataclasses.replace(config, init=dataclasses.replace(start, init_from=path))
+    return _with_tokenizer(dataclasses.replace(config, init=dataclasses.replace(start, init_from=path)))
+
+
+def _with_tokenizer(config: Config) -> Config:
+    """Return a new run's config with the tokenizer that lies beside the weights it starts from.
+
+    A run that has the vocabulary of such weights, and names no tokenizer, reads their tokens: bytes would be other text.
+    """
+    if config.data.task != "tokens" or config.data.tokenizer != _UNNAMED:
+        return config
+    origin = outline(path_of(config.init.init_from or ""))
+    if origin.run is not None or origin.model.task != "tokens" or origin.tokenizer == _UNNAMED:
+        return config
+    if not path_of(origin.tokenizer).is_file() or origin.model.sizes()["vocab"] != config.model.sizes()["vocab"]:
+        return config
+    separator = config.data.separator or origin.separator
+    data = dataclasses.replace(config.data, tokenizer=origin.tokenizer, separator=separator)
+    return dataclasses.replace(config, data=data)
 
 
 def own_settings(config: Config) -> DataConfig:
@@ -164,6 +188,9 @@ def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _notes(source: Source, config: Config, tokenizer: str | None) -> list[str]:
     notes: list[str] = []
+    folder = None if config.init.init_from is None else Path(config.init.init_from)
+    if source.run is None and Path(config.data.tokenizer).parent == folder:
+        notes.append(f"tokens are those of {config.data.tokenizer}, beside the source")
     if source.run is not None and config.data.task == "tokens":
         before, facts = source.run
         name, here = before.data.tokenizer, config.data.tokenizer

@@ -20,9 +20,7 @@ from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations, windows
 from mupax.train.data.chats.records import in_folder
 from mupax.train.data.text import denoising
-from mupax.train.data.text.named_tokenizers import train_bpe
 from mupax.train.data.text.tokenizer import Bytes
-from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import DecoderConfig
 from tests.train.data.sources.test_text import cache_folder, quiet
 
@@ -156,10 +154,6 @@ def test_a_template_runs_where_it_can_do_no_harm(template: str, text: str) -> No
         templates.Template(template, "x").render(TALK, prompt=True)
 
 
-def _save_tokenizer(folder: Path) -> None:
-    train_bpe([b"a document"], 260).save(str(folder / "tokenizer.json"))
-
-
 def test_templates_lie_beside_the_tokenizer(tmp_path: Path) -> None:
     name = str(tmp_path / "tokenizer.json")
     assert templates.find(name) is None
@@ -170,11 +164,6 @@ def test_templates_lie_beside_the_tokenizer(tmp_path: Path) -> None:
     assert one is not None
     assert one.render(TALK, prompt=False) == "<b>1"
     (tmp_path / "chat_template.jinja").write_text("2{{ bos_token }}{{ messages[2] | tojson }}")
-    _save_tokenizer(tmp_path)
-    (tmp_path / "out").mkdir()
-    files.copy_tokenizer(Path(name), 0, tmp_path / "out")  # and go with it where it is exported
-    assert (tmp_path / "out" / "chat_template.jinja").read_text().startswith("2{{ bos_token }}")
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["bos_token"] == "<b>"
     two = templates.find(name)
     assert two is not None
     assert two.render(TALK, prompt=False) == '2<b>{"role": "assistant", "content": "bé"}'

@@ -167,8 +167,8 @@ def test_what_cannot_be_sent_is_said_in_a_line(hub: Hub, monkeypatch: pytest.Mon
         "weights --to me/a--b": "--to me/a--b: ",
         "weights --to me/seen": "me/seen is there and public; add --public",
         "weights --to other/model": "Hugging Face refused it (403: ",
-        "weights --to me/model --step 3": "leave --step, --dtype, --tokenizer and --licence out",
-        "weights --to me/model --licence mit": "leave --step, --dtype, --tokenizer and --licence out",
+        "weights --to me/model --step 3": "leave --step, --dtype, --tokenizer, --separator and --licence out",
+        "weights --to me/model --licence mit": "leave --step, --dtype, --tokenizer, --separator and --licence out",
         "nothing --to me/model": "no run and no weights there",
     }.items():
         code, _, err = push(words)
