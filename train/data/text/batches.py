@@ -141,8 +141,10 @@ class TextWindows(Data):
         windows = -(-(len(self._eval) - 1) // self._seq_len)
         self.eval_size = min(windows, self.config.eval_examples or windows)
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
-        if self.bytes_per_token is not None:
-            self.bytes_per_token = self.facts["eval_bytes"] / len(ids)
+        self._windows = windows
+        if self.bytes_per_token is not None and self.tokenizer.key != "bytes":
+            counted = self.counted(self.eval_size)
+            self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
 
     def batch_of(self, tokens: np.ndarray, weights: np.ndarray) -> Batch:
         """A batch, and of its documents what data.document_mask and data.reset_positions ask for.
@@ -182,9 +184,16 @@ class TextWindows(Data):
         before = self.tokenizer.separator
         for start in range(0, len(self._eval), _TOKENS_AT_ONCE):
             ids = np.asarray(self._eval[start : start + _TOKENS_AT_ONCE])
-            begins = np.append(before, ids[:-1]) == self.tokenizer.separator
+            previous = np.append(before, ids[:-1])
+            begins = np.isin(previous, self._before_documents())
             token_bytes = sizes[ids] - np.where(begins, spaces[ids], 0)
-            counts = ~begins if self.config.document_mask else np.ones(len(ids), bool)
+            counts = np.ones(len(ids), bool)
+            if self.config.document_mask:
+                counts = previous != self.tokenizer.separator
+            if self._eval_targets is not None:
+                is_text = self._eval_targets[start : start + len(ids)]
+                token_bytes = np.where(is_text, token_bytes, 0)
+                counts &= is_text
             if start == 0:
                 counts[0] = False  # nothing is before it
             text_bytes += int(token_bytes.sum())
@@ -202,10 +211,16 @@ class TextWindows(Data):
         for start in range(0, examples, _WINDOWS_AT_ONCE):
             batch = self.eval_examples_of(range(start, min(start + _WINDOWS_AT_ONCE, examples)))
             counts = batch["weights"] > 0
-            begins = counts & (batch["inputs"] == self.tokenizer.separator)
+            begins = counts & np.isin(batch["inputs"], self._before_documents())
             targets += int(counts.sum())
             text_bytes += int(sizes[batch["targets"][counts]].sum()) - int(spaces[batch["targets"][begins]].sum())
         return Counted(targets, text_bytes)
+
+    def _before_documents(self) -> list[int]:
+        """Return the ids that a document's first token may follow."""
+        if self._eval_targets is None:
+            return [self.tokenizer.separator]
+        return [self.tokenizer.separator, *self.tokenizer.start.tolist()]
 
     def _spaces_before_text(self) -> np.ndarray:
         """Return 1 for ids that begin with a space which no text has where a document begins, int64 [vocab_size]."""
