@@ -55,14 +55,14 @@ def note_counts(
     total = sum((Counter(side or {}) for side in sides), Counter())
     if not total:
         return {}
-    listed = ", ".join(f"{token} {count:,} times" for token, count in total.most_common(_LISTED))
+    listed = ", ".join(f"{token} {count:,} time{'s' * (count > 1)}" for token, count in total.most_common(_LISTED))
     more = f" and {len(total) - _LISTED} others" if len(total) > _LISTED else ""
     if mode == "text":
         note(f"special tokens in the texts of {name} are read as plain text: {listed}{more}")
     else:
         note(
-            f"caution: special tokens stand in the texts of {name}: {listed}{more}. They are read as tokens, and a separator ends "
-            "a document there; write --data.special-tokens text to read them as plain text"
+            f"caution: special tokens stand in the texts of {name}: {listed}{more}. They are read as tokens, which may end a "
+            "document or a turn there; write --data.special-tokens text to read them as plain text"
         )
     return dict(total)
 
