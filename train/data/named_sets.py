@@ -36,6 +36,10 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
         )  # as trained on the run's text, not on this one
     if place.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
         part = dataclasses.replace(part, field=type(run_data).field)  # plain text has none
+    if place.startswith("chat:") and not run_data.name.startswith("chat:"):
+        part = dataclasses.replace(
+            part, field=type(run_data).field
+        )  # its messages are not where the texts of records are
     try:
         if place.startswith("images:") and (folder := path_of(place.removeprefix("images:"))).is_dir():
             from mupax.train.data.sources import folders

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -99,8 +98,8 @@ class ChatTokens:
         Args:
             text: JSON of messages.
         """
-        contents = (message["content"] for message in json.loads(text)) if text else ()
-        return dict(sum((Counter(quoting.counts(self._special, content)) for content in contents), Counter()))
+        contents = [message["content"] for message in json.loads(text)] if text else []
+        return self.encoder.quoted("\n".join(contents).encode())
 
     def rendered(self, messages: Sequence[Any]) -> Rendered:
         """Return the text of a conversation, and the parts of it that are trained on.

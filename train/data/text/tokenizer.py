@@ -184,7 +184,7 @@ class Subwords:
             for i, token in added
             if token.content and (token.special or i == chosen or token.content in template_tokens)
         )
-        self._quotes = re.compile(quoting.pattern(self.special).pattern.encode())
+        self._quotes = quoting.QuoteCounter(self.special)
         self._encoder = self._library
         self.variant = ""
         if special_tokens == "text":
@@ -212,7 +212,7 @@ class Subwords:
         return [(ids, _at_origin(places, origin)) for (ids, places), (_, origin) in zip(spans, marked, strict=True)]
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        return quoting.counts(self._quotes, text)
+        return self._quotes(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
@@ -253,8 +253,8 @@ class Subwords:
 
     def token_bytes(self) -> np.ndarray:
         special = self._library.get_added_tokens_decoder()
-        decoder = self._library.decoder
-        kind = b"" if decoder is None else decoder.__getstate__()
+        parts = (self._library.decoder, self._library.pre_tokenizer)
+        kind = b"".join(part.__getstate__() for part in parts if part is not None)
         sizes = np.zeros(self.vocab_size, np.int64)
         for token, i in self._library.get_vocab(with_added_tokens=True).items():
             if i not in special and b'"ByteLevel"' in kind:
