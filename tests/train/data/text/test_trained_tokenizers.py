@@ -226,6 +226,7 @@ def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) ->
         ("text:small --size 12 --out t.json", "--size is 12"),
         ("text:small --size 300 --out small", "--out is small"),
         ("text:small --size 300 --out t.txt", "--out is t.txt"),
+        ("text:small --size 300 --out gs://bucket/t.json", "--out is gs://bucket/t.json"),
         ("text:gone --size 300 --out t.json", "no file or folder gone"),
         ("digits --size 300 --out t.json", "'digits' is images"),
         ("a=text:small:1 text:large --size 300 --out t.json", "and text:large has none"),
