@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shlex
 from pathlib import Path
@@ -49,9 +50,11 @@ class TrainTokenizer:
             raise command_line.UsageError(f"--size is {self.size}; write at least {least}, the bytes and a separator")
         file = self._file()
         texts = self._texts()
-        library = named_tokenizers.train_bpe(texts.read(), self.size, texts.special)
-        if library.get_vocab_size() == 256 + len({SEPARATOR, *texts.special}):
+        documents = texts.read()
+        first = next(documents, None)
+        if first is None:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
+        library = named_tokenizers.train_bpe(itertools.chain([first], documents), self.size, texts.special)
         part = file.with_name(f"{file.name}.{os.getpid()}.part")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -210,6 +210,9 @@ def test_the_command_writes_a_tokenizer_that_a_run_uses(capsys: pytest.CaptureFi
 
 
 def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "tokenizer", "text:small", "--size", "257", "--out", "bytes.json"]) == 0
+    assert Subwords(Path("bytes.json")).vocab_size == 257
+    capsys.readouterr()
     assert main(["data", "tokenizer", "text:small", "text:large", "--size", "280", "--out", "t.json"]) == 0
     pieces = "".join(Subwords(Path("t.json")).pieces()[257:])
     assert "z" in pieces
