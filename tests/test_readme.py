@@ -88,6 +88,12 @@ def folders_of_the_reader(path: Path) -> Iterator[None]:
     (path / "my_records").mkdir()
     records = [{"body": f"Something to read, {i}. " * 20} for i in range(60)]
     (path / "my_records" / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (path / "my_talks").mkdir()
+    talks = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(60)]
+    (path / "my_talks" / "a.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    (path / "chatml.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+    )
     (path / "my_ids").mkdir()
     for name in ("train", "val"):
         np.arange(2000, dtype=np.uint16).tofile(path / "my_ids" / f"{name}.bin")
@@ -111,6 +117,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for recipe in ("lm-laptop", "ed-tiny", "vit-digits"):
             assert mupax.main(["train", recipe, *words.split(), *AS_A_SCAN, "--workdir", f"runs/{recipe}"]) == 0
         assert mupax.main(["zoo", "export", "runs/lm-laptop", "--out", "exported"]) == 0
+        tokenizer = ["--size", "300", "--out", "my_tokenizer.json"]
+        assert mupax.main(["data", "tokenizer", "text:my_texts", *tokenizer]) == 0
     return folder
 
 
@@ -119,6 +127,8 @@ def copied(trained: Path, folder: Path, text: str) -> None:
     for name in ("runs", "exported"):
         if re.search(rf"(?<!workdir )(?<!out ){name}\b|train --resume --workdir {name}\b", text):
             shutil.copytree(trained / name, folder / name)
+    if re.search(r"(?<!out )my_tokenizer\.json", text):
+        shutil.copy(trained / "my_tokenizer.json", folder)
     for name in re.findall(r"--from (docs/[\w/-]+)", text):
         shutil.copytree(ROOT / name, folder / name)
 

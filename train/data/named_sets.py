@@ -34,6 +34,10 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
         part = dataclasses.replace(part, tokenizer=str(path), chat_template=data.config.chat_template)
     if place.startswith("text:") and not run_data.name.startswith(("text:", "mix")):
         part = dataclasses.replace(part, field=type(run_data).field)  # plain text has none
+    if place.startswith("chat:") and not run_data.name.startswith("chat:"):
+        part = dataclasses.replace(
+            part, field=type(run_data).field
+        )  # its messages are not where the texts of records are
     try:
         if place.startswith("images:") and (folder := path_of(place.removeprefix("images:"))).is_dir():
             from mupax.train.data.sources import folders

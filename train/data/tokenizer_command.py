@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shlex
 from pathlib import Path
@@ -29,7 +30,7 @@ class TrainTokenizer:
     """Texts, or NAME=SOURCE:WEIGHT each."""
     size: Annotated[int, conf.arg(metavar="N")]
     """Tokens at most: the 256 bytes, the separator `<|endoftext|>` and the tokens of a chat template among them."""
-    out: Annotated[Path, conf.arg(metavar="FILE")]
+    out: Annotated[str, conf.arg(metavar="FILE")]
     """The tokenizer.json to write; one that is there already is left alone."""
     field: str = "text"
     """Of records: the field or column that has the text."""
@@ -47,32 +48,41 @@ class TrainTokenizer:
         if self.size < named_tokenizers.SMALLEST_BPE:
             least = named_tokenizers.SMALLEST_BPE
             raise command_line.UsageError(f"--size is {self.size}; write at least {least}, the bytes and a separator")
-        if self.out.suffix != ".json" or self.out.is_dir():
-            raise command_line.UsageError(
-                f"--out is {self.out}; write the path of a .json file, such as tokenizer.json"
-            )
-        if self.out.exists():
-            raise command_line.UsageError(
-                f"--out {self.out} is there already, and runs may use it; delete it, or write another path"
-            )
+        file = self._file()
         texts = self._texts()
-        library = named_tokenizers.train_bpe(texts.read(), self.size, texts.special)
-        if library.get_vocab_size() == 256 + len({SEPARATOR, *texts.special}):
+        documents = texts.read()
+        first = next(documents, None)
+        if first is None:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
-        part = self.out.with_name(f"{self.out.name}.{os.getpid()}.part")
+        library = named_tokenizers.train_bpe(itertools.chain([first], documents), self.size, texts.special)
+        part = file.with_name(f"{file.name}.{os.getpid()}.part")
         try:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             library.save(str(part))
-            part.replace(self.out)
+            part.replace(file)
         except Exception as error:  # the library raises bare Exception
-            raise DataError(f"cannot write --out {self.out}: {error}") from error
-        encoder = Subwords(self.out)
+            raise DataError(f"cannot write --out {file}: {error}") from error
+        encoder = Subwords(file)
         special = ", ".join(dict.fromkeys((SEPARATOR, *texts.special)))
-        terminal.say(f"{self.out} has {encoder.vocab_size:,} tokens, of which {special} stand for no text")
+        terminal.say(f"{file} has {encoder.vocab_size:,} tokens, of which {special} stand for no text")
         terminal.say("use it with")
-        flags = f"--data.tokenizer {shlex.quote(str(self.out))} --model.vocab-size {encoder.vocab_size}"
+        flags = f"--data.tokenizer {shlex.quote(self.out)} --model.vocab-size {encoder.vocab_size}"
         print(terminal.command(f"python -m train lm-tiny {self._data_flags()} {flags}"))
         return 0
+
+    def _file(self) -> Path:
+        """Return the file to write, which is not there yet."""
+        from mupax.train.config.checks import check_local
+
+        check_local("--out", self.out)
+        file = Path(self.out)
+        if file.suffix != ".json" or file.is_dir():
+            raise command_line.UsageError(f"--out is {file}; write the path of a .json file, such as tokenizer.json")
+        if file.exists():
+            raise command_line.UsageError(
+                f"--out {file} is there already, and runs may use it; delete it, or write another path"
+            )
+        return file
 
     def _data_flags(self) -> str:
         """Return the flags of a run that reads the sources, or the first where they have no weights."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from mupax.train.data.chats.templates import MARKS, PARTS, QUOTE, Template
 from mupax.train.data.interface import DataError
 from mupax.train.data.text import quoting
+from mupax.train.data.text.tokenizer import Subwords
+
+if TYPE_CHECKING:
+    from mupax.train.config.data import DataConfig
 
 Span = tuple[int, int]
 """Characters [start, stop)."""
@@ -75,14 +78,28 @@ class ChatTokens:
             for (ids, places), one in zip(tokens, rendered, strict=True)
         ]
 
+    def prompt(self, messages: Sequence[Any]) -> tuple[str, np.ndarray]:
+        """Return a conversation with the beginning of the next answer, as text and as ids, int32 [length].
+
+        Args:
+            messages: as `templates.checked` gives them.
+
+        Raises:
+            DataError: the template refuses them, or the text cannot be encoded.
+        """
+        shown = [self._quoted(message) for message in shown_to_template(messages)]
+        text, special, _ = self._read(self.template.render(shown, prompt=True), [])
+        ((ids, _),) = self.encoder.spans([text], [special])
+        return text, ids
+
     def quoted(self, text: bytes) -> dict[str, int]:
         """Return how often each special token stands in the content of messages.
 
         Args:
             text: JSON of messages.
         """
-        contents = (message["content"] for message in json.loads(text)) if text else ()
-        return dict(sum((Counter(quoting.counts(self._special, content)) for content in contents), Counter()))
+        contents = [message["content"] for message in json.loads(text)] if text else []
+        return self.encoder.quoted("\n".join(contents).encode())
 
     def rendered(self, messages: Sequence[Any]) -> Rendered:
         """Return the text of a conversation, and the parts of it that are trained on.
@@ -210,6 +227,19 @@ class ChatTokens:
         for start, stop in spans:
             targets |= (starts < stop) & (stops > start)
         return targets
+
+
+def prompt_encoder(tokenizer: Any, template: Template, config: DataConfig) -> ChatTokens:
+    """Return what encodes the prompts of chats as a model was trained on them.
+
+    Args:
+        tokenizer: the model's, opened.
+        template: of the chat.
+        config: data of the run, whose `special_tokens` says what a message that quotes `<|im_end|>` means.
+    """
+    if config.special_tokens == "text" and isinstance(tokenizer, Subwords) and not tokenizer.variant:
+        tokenizer = Subwords(tokenizer.path, config.separator, "text", template.special_tokens_at_end)
+    return ChatTokens(tokenizer, template, "answers")
 
 
 def shown_to_template(messages: Sequence[Any]) -> list[dict[str, Any]]:

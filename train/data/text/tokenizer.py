@@ -233,7 +233,7 @@ class Subwords:
             for i, token in added
             if token.content and (token.special or i == chosen or token.content in template_tokens)
         )
-        self._quotes = re.compile(quoting.pattern(self.special).pattern.encode())
+        self._quotes = quoting.QuoteCounter(self.special)
         self._encoder = self._library
         self.variant = ""
         if special_tokens == "text":
@@ -261,7 +261,7 @@ class Subwords:
         return [(ids, _at_origin(places, origin)) for (ids, places), (_, origin) in zip(spans, marked, strict=True)]
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        return quoting.counts(self._quotes, text)
+        return self._quotes(text)
 
     def decode(self, ids: Iterable[int]) -> str:
         with self._calling():
@@ -308,9 +308,16 @@ class Subwords:
         return bool(encoding.tokens) and encoding.tokens[0].startswith(_SPACE)
 
     def token_bytes(self) -> np.ndarray:
+        pre_tokenizer = self._library.pre_tokenizer
+        # A vocabulary may be spelled in characters for bytes where the decoder does not say so.
+        by_bytes = pre_tokenizer is not None and b'"ByteLevel"' in pre_tokenizer.__getstate__()
+        added = self._library.get_added_tokens_decoder()
         sizes = np.zeros(self.vocab_size, np.int64)
         for name, token in self._library.get_vocab(with_added_tokens=True).items():
             raw = self.raw_bytes(token)
+            if raw is None and by_bytes and token not in added:
+                sizes[token] = len(name)
+                continue
             if raw is None:
                 word = name.removeprefix("##") if "WordPiece" in self._decoders else name
                 raw = word.replace(_SPACE, " ").encode()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mupax.train.data import DataError
+from mupax.train.data.chats.answers import ChatTokens, prompt_encoder
 from mupax.train.data.chats.templates import Template
 from mupax.train.data.text.detokenizer import Detokenizer
 from mupax.train.reuse.generate import opened
@@ -225,6 +226,11 @@ class Service:
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
 
+    @functools.cached_property
+    def _chat_encoder(self) -> ChatTokens:
+        assert self.template is not None
+        return prompt_encoder(self._tokenizer, self.template, self._run.config.data)
+
     def _tokens(self, prompt: str | list[int], request: Request) -> tuple[str, np.ndarray]:
         """A prompt as text and in tokens."""
         param = "messages" if request.chat else "prompt"
@@ -234,7 +240,7 @@ class Service:
                 opened.check_known(ids, self._run)
                 text = self._echo(prompt, request)
             elif request.chat:  # the template has what begins a text
-                text, ids = prompt, self._tokenizer.encode([prompt.encode()])[0]
+                text, ids = self._chat_encoder.prompt(request.messages)
             else:
                 text, ids = prompt, opened.prompt_of(self._run, self._tokenizer, prompt.encode())
         except (DecodingError, DataError, UnicodeEncodeError, OverflowError) as error:

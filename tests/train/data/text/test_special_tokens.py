@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from mupax.train import data
 from mupax.train.config import record
 from mupax.train.config.data import DataConfig
 from mupax.train.config.recipes import RECIPES
-from mupax.train.data.chats.answers import ChatTokens
+from mupax.train.data.chats.answers import ChatTokens, prompt_encoder
 from mupax.train.data.chats.templates import Template, checked
 from mupax.train.data.interface import Data
 from mupax.train.data.text import named_tokenizers, packing, shares
 from mupax.train.data.text.tokenizer import Subwords
+from mupax.train.reuse.serve.service import Service
 from mupax.zoo.configs import DecoderConfig
 
 pytestmark = pytest.mark.core
@@ -258,6 +260,23 @@ def test_parts_of_an_answer_are_told_where_it_quotes_a_token() -> None:
 def test_messages_that_quote_nothing_have_the_same_tokens() -> None:
     talk = [TALK[2], TALK[3]]
     np.testing.assert_array_equal(encoded(CHATML, "text", talk)[0], encoded(CHATML, "parse", talk)[0])
+
+
+def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained() -> None:
+    encoder = Subwords(Path("t.json"))
+    text = CHATML.render(TALK[:1], prompt=True)
+    for mode, stops in (("text", 1), ("parse", 3)):
+        config = DataConfig(name="chat:c", batch_size=1, tokenizer="t.json", special_tokens=mode)
+        prompt, ids = prompt_encoder(encoder, CHATML, config).prompt(checked(TALK[:1]))
+        assert prompt == text
+        assert (ids == encoder.find(STOP)).sum() == stops
+        assert encoder._library.decode(ids.tolist(), skip_special_tokens=False) == text
+        service = Service(
+            "m", SimpleNamespace(config=SimpleNamespace(data=config, model=MODEL)), encoder, CHATML, (), None
+        )  # pyright: ignore
+        np.testing.assert_array_equal(service._chat_encoder.prompt(TALK[:1])[1], ids)
+        service.close()
+    np.testing.assert_array_equal(ids, encoder.encode([text.encode()])[0])  # the control: as before
 
 
 def test_quotes_in_conversations_are_counted() -> None:

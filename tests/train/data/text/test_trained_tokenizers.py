@@ -210,6 +210,9 @@ def test_the_command_writes_a_tokenizer_that_a_run_uses(capsys: pytest.CaptureFi
 
 
 def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "tokenizer", "text:small", "--size", "257", "--out", "bytes.json"]) == 0
+    assert Subwords(Path("bytes.json")).vocab_size == 257
+    capsys.readouterr()
     assert main(["data", "tokenizer", "text:small", "text:large", "--size", "280", "--out", "t.json"]) == 0
     pieces = "".join(Subwords(Path("t.json")).pieces()[257:])
     assert "z" in pieces
@@ -226,6 +229,7 @@ def test_plain_sources_are_read_once_each(capsys: pytest.CaptureFixture[str]) ->
         ("text:small --size 12 --out t.json", "--size is 12"),
         ("text:small --size 300 --out small", "--out is small"),
         ("text:small --size 300 --out t.txt", "--out is t.txt"),
+        ("text:small --size 300 --out gs://bucket/t.json", "--out is gs://bucket/t.json"),
         ("text:gone --size 300 --out t.json", "no file or folder gone"),
         ("digits --size 300 --out t.json", "'digits' is images"),
         ("a=text:small:1 text:large --size 300 --out t.json", "and text:large has none"),
