@@ -171,6 +171,17 @@ def text_pieces(
     return pieces
 
 
+def is_broken(path: Path, is_utf8: bool, broken: BrokenLog) -> bool:
+    """Return whether a plain text of one piece is broken, and is left out.
+
+    Args:
+        path: of the text.
+        is_utf8, broken: as `Piece` has them.
+    """
+    size = path.stat().st_size
+    return 0 < size <= _PIECE_BYTES and not Piece(path, 0, size, True, is_utf8, broken).read()
+
+
 def names_for_eval(names: list[str]) -> set[str]:
     """Which of several files are for evaluation, by their hash; where that leaves a side empty, the nearest one fills it."""
     ranked = sorted(names, key=rank)

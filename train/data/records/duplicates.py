@@ -15,6 +15,8 @@ from mupax.train.data.text.packing import Packed
 
 _MOST_TOKENS = 1 << 30
 """Of the training part; a larger one would be read for too long."""
+_MOST_EVAL_TOKENS = 1 << 27
+"""Of the evaluation part, whose documents are held in memory."""
 _BLOCK_TOKENS = 1 << 24
 _BLOCK_BYTES = 1 << 24
 _KEY_TOKENS = 4
@@ -30,7 +32,7 @@ def report(sides: Mapping[str, Packed], separator: int, note: cache.Note) -> Non
         note: told the number, if there are such documents.
     """
     train, held_out = sides["train"], sides["eval"]
-    if len(train.tokens) > _MOST_TOKENS:
+    if len(train.tokens) > _MOST_TOKENS or len(held_out.tokens) > _MOST_EVAL_TOKENS:
         return
 
     def count() -> dict[str, float]:

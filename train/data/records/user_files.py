@@ -100,7 +100,8 @@ def files(
     read = Files([], [], [], {}, [], BrokenLog(skip_broken), is_utf8)
     refused, not_text = _placed(read, every, field, vocab_size, kind)
     if skip_broken and _size(read.text) <= _CHECKED_BYTES:
-        read = read._replace(text=[(name, file) for name, file in read.text if not _is_broken(file, read)])
+        sound_text = [(name, file) for name, file in read.text if not corpus.is_broken(file, is_utf8, read.broken)]
+        read = read._replace(text=sound_text)
     left_out |= {name: error.reason for name, _, error in (*refused, *not_text) if isinstance(error, _NotTextError)}
     read_size = _size(read.every())
     refused_size = _size([(name, file) for name, file, _ in refused])
@@ -151,12 +152,6 @@ def _placed(
         not_text += [(name, file, _NotTextError("is plain text")) for name, file in read.text]
         read.text.clear()
     return refused, not_text
-
-
-def _is_broken(file: Path, read: Files) -> bool:
-    """Return whether a plain text is broken, and is left out."""
-    size = file.stat().st_size
-    return size > 0 and not corpus.Piece(file, 0, size, True, read.is_utf8, read.broken).read()
 
 
 def _split(read: Files, place: str) -> tuple[Files, list[str]]:

@@ -52,46 +52,47 @@ def opened(name: str) -> DataSet:
     import datasets  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()
-    files_by_split = None
-    line = None
-    key = ""
+    options: dict[str, Any] = {"streaming": True}
+    split = None
     if isinstance(place, Path):
         hidden_too = {file.relative_to(place).as_posix(): file for file in place.rglob("*") if file.is_file()}
         visible = dict(listing.files_below(place).files)
         files = sorted((hidden_too | visible).items())
         revision = cache.digest(*(f"{file_name} {file.stat().st_size}" for file_name, file in files))
         key = corpus.stat_digest(files)
-        pinned = None
-        split = None if subset or _has_config(place) else _file_split(visible, name)
+        split = None if subset or _declares_splits(place) else _file_split(visible, name)
         if split is not None:
-            line = split.line
-            files_by_split = {
-                side: [str(visible[file]) for file, file_side in split.sides.items() if file_side == side]
-                for side in ("train", "eval")
-            }
+            options["data_files"] = _files_by_split(split, visible)
     else:
-        revision = pinned = _commit(name, *place)
-        key = revision
+        revision = key = _commit(name, *place)
+        options["revision"] = revision
     with _asking(name):
-        options = {} if files_by_split is None else {"data_files": files_by_split}
-        every = datasets.load_dataset(where, subset, revision=pinned, streaming=True, **options)
+        every = datasets.load_dataset(where, subset, **options)
     assert isinstance(every, datasets.IterableDatasetDict)
-    if files_by_split is not None:
+    if split is not None:
         train, held_out = "train", "eval"
+        line = split.line
         reading = ["split by file names"]
     else:
         train, held_out = _chosen([*map(str, every)], name)
-        usual = train == "train" and held_out in ("validation", "test", None)
-        reading = [] if usual else [f"{train}, {held_out}"]  # what was evaluated on another split has another key
-    if line is None:
-        unused = [split for split in map(str, every) if split not in (train, held_out)]
+        unused = [other for other in map(str, every) if other not in (train, held_out)]
         line = split_names.SplitNames([train], [held_out or "a part of it by hash"], unused).describe()
+        usual = train == "train" and held_out in ("validation", "test", None)
+        reading = [] if usual else [f"{train}, {held_out}"]  # earlier versions evaluated on another split
     splits = {"train": every[train]} | ({"eval": every[held_out]} if held_out else {})
     return DataSet(name, splits, revision, cache.digest(where, subset or "", key, *reading), f"{name}: {line}")
 
 
-def _has_config(folder: Path) -> bool:
-    """Return whether the folder says by itself which files are which split: in its README.md, or as a script or saved data set."""
+def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dict[str, list[str]]:
+    """Return the files of each split, as `datasets` takes them."""
+    by_split: dict[str, list[str]] = {"train": [], "eval": []}
+    for file_name, side in split.sides.items():
+        by_split[side].append(str(files[file_name]))
+    return by_split
+
+
+def _declares_splits(folder: Path) -> bool:
+    """Return whether the folder says by itself which files are which split: in its README.md, or as a saved data set."""
     readme = folder / "README.md"
     names_files = readme.is_file() and bool(
         re.search(r"(?m)^\s*-?\s*(configs|data_files)\s*:", readme.read_text("utf-8", "replace"))

@@ -41,6 +41,7 @@ def test_a_whole_word_names_the_split(name: str, split: str | None):
 
 def test_validation_comes_before_test():
     parts = split_names.by_name(["train", "valid", "Test"], "data")
+    assert parts is not None
     assert parts == (["train"], ["valid"], ["Test"])
     assert "Test" in parts.describe()
 

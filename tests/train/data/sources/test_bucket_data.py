@@ -51,6 +51,15 @@ def test_records(tmp_path: Path, bucket: str) -> None:
     assert same(load(SHORT, f"records:{bucket}/records"), load(SHORT, f"records:{tmp_path / 'records'}"))
 
 
+def test_a_split_by_names(tmp_path: Path, bucket: str) -> None:
+    for name in ("train/a.jsonl", "valid/b.jsonl.gz", ".hidden/c.jsonl", "README.md"):
+        write_as(tmp_path / "split" / name)
+    copy(tmp_path / "split", path_of(f"{bucket}/split"))
+    notes: list[str] = []
+    assert same(load(SHORT, f"records:{bucket}/split", notes), load(SHORT, f"records:{tmp_path / 'split'}"))
+    assert any("training on train" in note for note in notes)
+
+
 def test_images(tmp_path: Path, bucket: str) -> None:
     copy(pictures(tmp_path / "pictures", 3), path_of(f"{bucket}/pictures"))
     assert same(load(VIT, f"images:{bucket}/pictures"), load(VIT, f"images:{tmp_path / 'pictures'}"))
