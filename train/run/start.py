@@ -15,7 +15,6 @@ from mupax.train.checkpoints import assets, selection, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps
 from mupax.train.config.data import DataConfig
-from mupax.train.config.record import completed, from_json, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
@@ -145,7 +144,9 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
 
         return init_from.own_settings(config), ""
     before = workdir.recorded(runtime.folder)
-    recorded = from_json({**completed(before["config"], to_json(config)), "resume": True}).data
+    before_data = before["config"].get("data") or {}
+    named = {name: before_data.get(name, getattr(config.data, name)) for name in ("tokenizer", "chat_template")}
+    recorded = dataclasses.replace(config.data, **named)
     facts = before.get("data") or {}
     choice, metric = config.resume_from, config.checkpoint.best_metric
     step = None if choice is None else selection.step_of(runtime.folder, choice, metric)
