@@ -84,8 +84,8 @@ class Assets:
         Raises:
             AssetsError: it is missing or damaged, or of a newer version.
         """
-        path = next(path for path in self.entries if _name(path) == RECORD)
-        content = _content(self.workdir, path, self.entries[path])
+        path = next((path for path in self.entries if _name(path) == RECORD), f"{FOLDER}/{RECORD}")
+        content = _content(self.workdir, path, self.entries.get(path, []))
         try:
             record = disk.json_object(content, str(self.workdir / path))
         except JsonError as error:
@@ -106,13 +106,13 @@ class Assets:
         Raises:
             AssetsError: assets.json is damaged.
         """
-        path = next(path for path in self.entries if _name(path) == RECORD)
-        if disk.status(self.workdir / path) is None:
+        path = self._path(RECORD)
+        if path is None or disk.status(path) is None:
             return {}
         record, facts = self.record, {}
         for name, kind in (("class_names", list), ("pixels", dict)):
             if name in record and not isinstance(record[name], kind):
-                raise AssetsError(f"{self.workdir / path} has {name} {disk.shown(record[name])}; {_MEND}")
+                raise AssetsError(f"{path} has {name} {disk.shown(record[name])}; {_MEND}")
             if name in record:
                 facts[name] = record[name]
         return facts
@@ -161,6 +161,8 @@ class Assets:
 def find(workdir: Path, step: int | None = None) -> Assets | None:
     """Return the assets of a run's checkpoint, or None if the run has none since an older version wrote it.
 
+    Files that somebody put into the folder of such a run count, too.
+
     Args:
         workdir: folder of the run.
         step: the checkpoint; the newest one unless given.
@@ -171,10 +173,8 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
     entries = _named(workdir, step)
     if not entries:
         names = disk.names(workdir / FOLDER)
-        if RECORD not in names:
-            return None
         entries = {f"{FOLDER}/{name}": [] for name in (TOKENIZER, CHAT_TEMPLATE, RECORD) if name in names}
-    return Assets(workdir, entries)
+    return Assets(workdir, entries) if entries else None
 
 
 def problems(workdir: Path, entries: Entries) -> list[str]:

@@ -17,9 +17,8 @@ from mupax.terminal import rich_console
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import assets, selection, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.checkpoints.folder import steps
+from mupax.train.checkpoints.folder import CHECKPOINTS, steps
 from mupax.train.config.data import DataConfig
-from mupax.train.config.record import completed, from_json, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
@@ -253,25 +252,29 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
         config: of this part of the run.
         runtime: its surroundings.
     """
-    if not runtime.resumed:
+    folder = runtime.folder
+    goes_on = runtime.resumed and (steps(folder / CHECKPOINTS) or assets.find(folder) is not None)
+    if not goes_on:
         if config.init.init_from is None or config.data.task != "tokens":
             return config.data, ""
         from mupax.train.reuse.start import init_from
 
         return init_from.own_settings(config), ""
-    before = workdir.recorded(runtime.folder)
-    recorded = from_json({**completed(before["config"], to_json(config)), "resume": True}).data
+    before = workdir.recorded(folder)
+    before_data = before["config"].get("data") or {}
+    named = {name: before_data.get(name, getattr(config.data, name)) for name in ("tokenizer", "chat_template")}
+    recorded = dataclasses.replace(config.data, **named)
     facts = before.get("data") or {}
     choice, metric = config.resume_from, config.checkpoint.best_metric
-    step = None if choice is None else selection.step_of(runtime.folder, choice, metric)
+    step = None if choice is None else selection.step_of(folder, choice, metric)
     from mupax.train.reuse import own_files
 
-    own = assets.find(runtime.folder, step)
+    own = assets.find(folder, step)
     problem = ""
-    if own is not None and (problems := assets.problems(runtime.folder, own.entries)):
+    if own is not None and (problems := assets.problems(folder, own.entries)):
         # The data may make the same files again.
         own = None
-        problem = f"{runtime.folder}/{problems[0]}"
+        problem = f"{folder}/{problems[0]}"
     return own_files.settings(recorded, facts, own, config.data), problem
 
 
@@ -286,6 +289,8 @@ def check_tokenizer(data: Data, runtime: Runtime, problem: str) -> None:
     Raises:
         WorkdirError: the tokenizer is another.
     """
+    if not steps(runtime.folder / CHECKPOINTS):  # it starts anew
+        return
     recorded = (workdir.recorded(runtime.folder).get("data") or {}).get("tokenizer")
     tokenizer = data.facts.get("tokenizer")
     if recorded not in (None, tokenizer):
