@@ -32,31 +32,38 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import(PresetFlags):
-    """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `python -m train --init-from FOLDER`."""
+    """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `python -m train --init-from FOLDER`.
+
+    The tokenizer, chat template, generation config and preprocessor beside the weights come with them.
+    """
 
     path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
-    """Folder with config.json and safetensors, or its file."""
+    """Folder with config.json and safetensors, or its file, or ORG/NAME of the Hugging Face hub."""
     preset: Annotated[str, conf.arg(metavar="NAME")] = "sp"
     """A preset of `python -m presets`."""
     out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
+    revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
+    """Of ORG/NAME; the branch main unless given."""
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
         from mupax.train.reuse import source as pretrained
         from mupax.train.reuse.huggingface import files as pretrained_files
+        from mupax.train.reuse.huggingface import hub
 
         config = self.config(self.preset)
         pretrained_files.check_free(self.out)
-        source = pretrained.read(self.path)
-        text = text_of(source, self.path, None, None)
+        path = hub.local(self.path, self.revision)
+        source = pretrained.read(path)
+        text = text_of(source, path, None, None)
         if source.run is not None and text.encoder is not None and not source.model.denoises:
             source = source._replace(text_ids=_known(_token_ids(source, text)))
         with delivered(self.out) as out:
             preset = pretrained_files.write_imported(
                 source, config, out, str(self.path), reads_bytes=text.name == "bytes"
             )
-            notes = _write_text_files(source, text, self.path, out, source.text_ids)
+            notes = _write_text_files(source, text, path, out, source.text_ids)
         _print_summary(source, preset)
         if source.images:
             terminal.say(_images_line(source.images))

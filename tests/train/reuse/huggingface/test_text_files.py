@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
@@ -358,21 +360,30 @@ def test_scores_of_weights_begin_with_their_begin_token(llama: Path, tmp_path: P
         tmp_path / "none": end,
     }.items():
         texts = Texts(folder)
-        logp = rolled(folder, [first, *texts.tokenizer.encode([text.encode()])[0]])
+        logp = logprobs(llama, [first, *texts.tokenizer.encode([text.encode()])[0]]).sum()
         assert texts.rolling([text])[0] == pytest.approx(logp, abs=1e-3)
         assert texts.likelihoods([("", text)])[0].logprob == pytest.approx(logp, abs=1e-3)
 
 
-def rolled(folder: Path, ids: list[int]) -> float:
-    """Log-probability of tokens after the first of them, read at once."""
+@functools.cache
+def model_of(folder: Path) -> Any:
+    """Log-probabilities of the tokens after the first of `MODEL.seq_len + 1`, as the weights have them."""
     run = pretrained.find(folder)
     program = runs.on_one_device(run.config)
-    inputs = program.inputs.factors
-    logits = program.definition.apply(
-        run.params(program.abstract), inputs.multiplier, inputs.forward, jnp.asarray([ids[:-1]])
-    )
-    logp = jax.nn.log_softmax(logits)[0]
-    return float(sum(logp[i, token] for i, token in enumerate(ids[1:])))
+    params, factors = run.params(program.abstract), program.inputs.factors
+
+    def read(tokens: jax.Array) -> jax.Array:
+        logits = program.definition.apply(params, factors.multiplier, factors.forward, tokens[None, :-1])
+        return jnp.take_along_axis(jax.nn.log_softmax(logits)[0], tokens[1:, None], axis=-1)[:, 0]
+
+    return jax.jit(read)
+
+
+def logprobs(folder: Path, ids: list[int]) -> np.ndarray:
+    """Log-probability of each token but the first, after those before it."""
+    tokens = np.zeros(MODEL.seq_len + 1, np.int32)
+    tokens[: len(ids)] = ids
+    return np.asarray(model_of(folder)(tokens))[: len(ids) - 1]
 
 
 def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llama: Path, tmp_path: Path) -> None:
@@ -390,16 +401,11 @@ def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llam
     # One window holds both: <s> the cat sat <end> <s> on the mat <end>, and no <s> is a target.
     joined = [begin, *documents[0], begin, *documents[1]]
     other = [begin, *documents[1], begin, *documents[0]]
-    losses = [-(rolled(llama, ids) - skipped(llama, ids, begin)) / numbers["targets"] for ids in (joined, other)]
+    losses = [-logprobs(llama, ids)[np.array(ids[1:]) != begin].mean() for ids in (joined, other)]
     assert any(numbers["loss"] == pytest.approx(loss, abs=1e-4) for loss in losses)
     assert numbers["bits_per_byte"] == pytest.approx(
         numbers["loss"] / math.log(2) * numbers["targets"] / (sum(map(len, words)) + 2), rel=1e-6
     )
-
-
-def skipped(folder: Path, ids: list[int], token: int) -> float:
-    """Log-probability of a token wherever it stands after the first place."""
-    return sum(rolled(folder, ids[: i + 1]) - rolled(folder, ids[:i]) for i in range(1, len(ids)) if ids[i] == token)
 
 
 def test_without_a_generation_config_import_writes_the_ids_of_config_json(llama: Path, tmp_path: Path) -> None:
