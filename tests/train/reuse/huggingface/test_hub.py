@@ -124,14 +124,14 @@ def test_text_is_written_and_measured_by_a_name(hub: ModelHub) -> None:
 
 
 def test_import_takes_a_name_and_keeps_what_lies_beside_the_weights(hub: ModelHub) -> None:
-    kept = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
-    for name in (*kept, "tokenizer.model"):
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    for name in (*names, "tokenizer.model"):
         Path("gpt", name).write_text("{}")
     Path("gpt", "chat_template.jinja").write_text("{{ messages }}")
     hub.add("me/chat", Path("gpt"))
     assert zoo(["import", "me/chat", "--out", "in"]) == 0
     assert all(
-        Path("in", name).read_bytes() == Path("gpt", name).read_bytes() for name in (*kept, "chat_template.jinja")
+        Path("in", name).read_bytes() == Path("gpt", name).read_bytes() for name in (*names, "chat_template.jinja")
     )
     assert not Path("in", "tokenizer.model").exists()  # nothing here reads it
     assert zoo(["import", "me/vit", "--revision", "other", "--out", "other-in"]) == 0

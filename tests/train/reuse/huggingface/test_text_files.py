@@ -125,7 +125,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def token_id(path: str, token: str) -> int:
-    return Tokenizer.from_file(path).token_to_id(token)
+    number = Tokenizer.from_file(path).token_to_id(token)
+    assert number is not None
+    return number
 
 
 # Export of a run
@@ -133,14 +135,14 @@ def token_id(path: str, token: str) -> int:
 
 def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_left_out(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    said = done(zoo, "export said --out", out)
+    output = done(zoo, "export said --out", out)
     end, pad = token_id("said.json", "<|im_end|>"), token_id("said.json", "<pad>")
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad}
     assert fields(out / "config.json").items() >= ids.items()
     assert fields(out / "generation_config.json").items() >= ids.items()
     tokens = {"bos_token": "<|im_end|>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     assert fields(out / "tokenizer_config.json").items() >= tokens.items()
-    assert all(word in said for word in ("<s>", "tokenizer.json"))
+    assert all(word in output for word in ("<s>", "tokenizer.json"))
     before, after = (Tokenizer.from_file(str(path)) for path in (Path("said.json"), out / "tokenizer.json"))
     assert before.encode("the cat").ids == [token_id("said.json", "<s>"), *after.encode("the cat").ids]
     assert before.get_vocab() == after.get_vocab()
@@ -156,9 +158,9 @@ def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_
 
 
 def test_a_tokenizer_without_added_tokens_is_copied_to_the_byte(tmp_path: Path) -> None:
-    said = done(zoo, "export odd --out", tmp_path / "out")
+    output = done(zoo, "export odd --out", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path("odd.json").read_bytes()
-    assert "never" not in said  # the control
+    assert "never" not in output  # the control
 
 
 def test_an_end_token_of_an_unusual_name_is_exported_and_found_again(tmp_path: Path) -> None:
@@ -177,12 +179,12 @@ def test_an_end_token_of_an_unusual_name_is_exported_and_found_again(tmp_path: P
 
 def test_weights_with_a_file_of_an_unusual_end_say_how_to_name_it(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
-    code, said = called(zoo, "export", origin, "--tokenizer odd.json --out", tmp_path / "none")
-    assert (code, "--separator" in said) == (2, True)
+    code, output = called(zoo, "export", origin, "--tokenizer odd.json --out", tmp_path / "none")
+    assert (code, "--separator" in output) == (2, True)
     done(zoo, "export", origin, "--tokenizer odd.json --separator <<fin>> --out", tmp_path / "out")
     assert fields(tmp_path / "out" / "config.json")["eos_token_id"] == token_id("odd.json", "<<fin>>")
-    code, said = called(zoo, "export odd --separator <<fin>> --out", tmp_path / "none")
-    assert (code, "--separator" in said) == (2, True)
+    code, output = called(zoo, "export odd --separator <<fin>> --out", tmp_path / "none")
+    assert (code, "--separator" in output) == (2, True)
 
 
 def test_a_chat_run_ends_with_its_answers_end_and_has_its_template(tmp_path: Path) -> None:
@@ -213,8 +215,8 @@ def test_a_template_that_is_gone_is_said(tmp_path: Path) -> None:
     record = fields(tmp_path / "chat" / "config.json")
     record["config"]["data"]["chat_template"] = str(tmp_path / "none.jinja")
     (tmp_path / "chat" / "config.json").write_text(json.dumps(record))
-    said = done(zoo, "export", tmp_path / "chat", "--out", tmp_path / "out")
-    assert "none.jinja" in said
+    output = done(zoo, "export", tmp_path / "chat", "--out", tmp_path / "out")
+    assert "none.jinja" in output
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 
@@ -229,14 +231,14 @@ def test_a_template_renders_as_in_training_whatever_the_tokens_are_called_there(
 
 
 @pytest.mark.parametrize(
-    ("processor", "kept"),
+    ("processor", "adds_nothing"),
     [
         ({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}, True),
         ({"type": "BertProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0]}, False),
         ({"type": "RobertaProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0], "trim_offsets": True, "add_prefix_space": False}, False),
     ],
 )  # fmt: skip
-def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], kept: bool, tmp_path: Path) -> None:
+def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], adds_nothing: bool, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "t.json", "<s>", "</s>")
     for value in (processor, {"type": "Sequence", "processors": [processor]}):
         content = {**fields(tmp_path / "t.json"), "post_processor": value}
@@ -244,7 +246,7 @@ def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], kept
         plain = after.encode("the cat", add_special_tokens=False).ids
         assert after.encode("the cat").ids == plain
         before = Tokenizer.from_buffer(json.dumps(content).encode())
-        assert (before.encode("the cat").ids == plain) == kept  # the control
+        assert (before.encode("the cat").ids == plain) == adds_nothing  # the control
 
 
 # Import, and its export
@@ -270,8 +272,8 @@ def llama(work: Path) -> Path:
 
 
 def test_import_and_export_keep_what_lies_beside_weights(llama: Path, tmp_path: Path) -> None:
-    said = done(zoo, "import", llama, "--out", tmp_path / "in --preset mup --base lm-proxy")
-    assert "tokenizer.json" in said
+    output = done(zoo, "import", llama, "--out", tmp_path / "in --preset mup --base lm-proxy")
+    assert "tokenizer.json" in output
     done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
     for name in names:
@@ -418,8 +420,8 @@ def test_without_a_generation_config_import_writes_the_ids_of_config_json(llama:
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
-    said = done(zoo, "import", origin, "--out", tmp_path / "in")
-    assert "--data.tokenizer" in said
+    output = done(zoo, "import", origin, "--out", tmp_path / "in")
+    assert "--data.tokenizer" in output
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["model.json", "model.safetensors"]
     done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "generation_config.json").exists()
