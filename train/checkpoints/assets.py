@@ -84,8 +84,8 @@ class Assets:
         Raises:
             AssetsError: it is missing or damaged, or of a newer version.
         """
-        path = next(path for path in self.entries if _name(path) == RECORD)
-        content = _content(self.workdir, path, self.entries[path])
+        path = next((path for path in self.entries if _name(path) == RECORD), f"{FOLDER}/{RECORD}")
+        content = _content(self.workdir, path, self.entries.get(path, []))
         try:
             record = disk.json_object(content, str(self.workdir / path))
         except JsonError as error:
@@ -106,11 +106,16 @@ class Assets:
         Raises:
             AssetsError: assets.json is damaged.
         """
-        path = next(path for path in self.entries if _name(path) == RECORD)
-        if disk.status(self.workdir / path) is None:
+        path = self._path(RECORD)
+        if path is None or disk.status(path) is None:
             return {}
-        record = self.record
-        return {name: record[name] for name in ("class_names", "pixels") if name in record}
+        record, facts = self.record, {}
+        for name, kind in (("class_names", list), ("pixels", dict)):
+            if name in record and not isinstance(record[name], kind):
+                raise AssetsError(f"{path} has {name} {disk.shown(record[name])}; {_MEND}")
+            if name in record:
+                facts[name] = record[name]
+        return facts
 
     def files(self) -> dict[str, bytes]:
         """Return the content of every file by its name, for a run that is made of this one.
@@ -134,20 +139,29 @@ class Assets:
         changed: dict[str, str] = {}
         if data.tokenizer == recorded.tokenizer and self.tokenizer is not None:
             changed["tokenizer"] = str(self.tokenizer)
-        if data.chat_template == recorded.chat_template and self.chat_template is not None:
-            changed["chat_template"] = str(self.chat_template)
+        if data.chat_template == recorded.chat_template:
+            # A missing one is an error only of what renders conversations, and that reads the path.
+            template = self._path(CHAT_TEMPLATE)
+            missing = template is not None and disk.status(template) is None
+            template = template if missing else self.chat_template
+            if template is not None:
+                changed["chat_template"] = str(template)
         return dataclasses.replace(data, **changed)
+
+    def _path(self, name: str) -> Path | None:
+        return next((self.workdir / path for path in self.entries if _name(path) == name), None)
 
     def _verified(self, name: str) -> Path | None:
         for path, entry in self.entries.items():
             if _name(path) == name:
                 _content(self.workdir, path, entry)
-                return self.workdir / path
-        return None
+        return self._path(name)
 
 
 def find(workdir: Path, step: int | None = None) -> Assets | None:
     """Return the assets of a run's checkpoint, or None if the run has none since an older version wrote it.
+
+    Files that somebody put into the folder of such a run count, too.
 
     Args:
         workdir: folder of the run.
@@ -159,10 +173,8 @@ def find(workdir: Path, step: int | None = None) -> Assets | None:
     entries = _named(workdir, step)
     if not entries:
         names = disk.names(workdir / FOLDER)
-        if RECORD not in names:
-            return None
         entries = {f"{FOLDER}/{name}": [] for name in (TOKENIZER, CHAT_TEMPLATE, RECORD) if name in names}
-    return Assets(workdir, entries)
+    return Assets(workdir, entries) if entries else None
 
 
 def problems(workdir: Path, entries: Entries) -> list[str]:
@@ -252,9 +264,16 @@ def _agrees(workdir: Path, entries: Entries, files: Mapping[str, bytes]) -> bool
             return False
         there = disk.read_json(workdir / path)
         now = disk.json_object(content, RECORD)
-        if any(now.get(name) != value for name, value in there.items()):
+        if not _holds(now, there):
             return False
     return True
+
+
+def _holds(now: Any, there: Any) -> bool:
+    """Whether JSON has all fields of other JSON with the same values; it may have more."""
+    if isinstance(there, dict) and isinstance(now, dict):
+        return all(name in now and _holds(now[name], value) for name, value in there.items())
+    return now == there
 
 
 def _content(workdir: Path, path: str, entry: list[Any]) -> bytes:

@@ -69,7 +69,9 @@ def end_ids(name: str, tokenizer: Any) -> frozenset[int]:
             continue
         fields = disk.read_json(folder / file)
         if file == RECORD:
-            ends.update(fields.get("tokenizer", {}).get("ends", []))
+            described = fields.get("tokenizer")
+            ids = described.get("ends") if isinstance(described, dict) else None
+            ends.update(i for i in (ids if isinstance(ids, list) else []) if type(i) is int)
             continue
         ids = fields.get("eos_token_id")
         ends.update(i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int)

@@ -27,13 +27,13 @@ def settings(
     Raises:
         AssetsError: a file of the run's own is missing or damaged.
     """
-    if own is not None:
-        return own.in_place_of(recorded, current)
-    from mupax.train.data.text import named_tokenizers
-
     data = recorded if current is None else current
+    if own is not None:
+        data = own.in_place_of(recorded, data)
     key = facts.get("tokenizer")
     if data.tokenizer != recorded.tokenizer or not isinstance(key, str):
         return data
+    from mupax.train.data.text import named_tokenizers
+
     cached = named_tokenizers.cached(data.tokenizer, data.separator, key)
     return data if cached is None else dataclasses.replace(data, tokenizer=str(cached))

@@ -15,7 +15,6 @@ from mupax.train.checkpoints import assets, selection, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps
 from mupax.train.config.data import DataConfig
-from mupax.train.config.record import completed, from_json, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
@@ -145,16 +144,21 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
 
         return init_from.own_settings(config), ""
     before = workdir.recorded(runtime.folder)
-    recorded = from_json(completed(before["config"], to_json(config))).data
+    before_data = before["config"].get("data") or {}
+    named = {name: before_data.get(name, getattr(config.data, name)) for name in ("tokenizer", "chat_template")}
+    recorded = dataclasses.replace(config.data, **named)
     facts = before.get("data") or {}
     choice, metric = config.resume_from, config.checkpoint.best_metric
     step = None if choice is None else selection.step_of(runtime.folder, choice, metric)
     from mupax.train.reuse import own_files
 
-    try:
-        return own_files.settings(recorded, facts, assets.find(runtime.folder, step), config.data), ""
-    except assets.AssetsError as error:  # the data may make the same files again
-        return own_files.settings(recorded, facts, None, config.data), str(error)
+    own = assets.find(runtime.folder, step)
+    problem = ""
+    if own is not None and (problems := assets.problems(runtime.folder, own.entries)):
+        # The data may make the same files again.
+        own = None
+        problem = f"{runtime.folder}/{problems[0]}"
+    return own_files.settings(recorded, facts, own, config.data), problem
 
 
 def check_tokenizer(data: Data, runtime: Runtime, problem: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
 import random
@@ -11,11 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from mupax.paths import path_of
+from mupax.train import data as data_sources
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import assets, manifest
+from mupax.train.config.data import DataConfig
+from mupax.train.config.recipes import RECIPES
 from mupax.train.data import assets as data_assets
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
@@ -214,7 +220,10 @@ def test_a_run_of_an_older_version_is_read_from_the_cache_and_gets_its_files_whe
     of_an_older_version(Path("lm"))
     code, _, err = run("generate lm --prompt a --tokens 2")  # nothing has its tokenizer any more
     assert code == 2
-    assert "tokenizer.json" in err
+    assert "lm/assets" in err
+    shutil.copytree(project / "lm" / "assets", "lm/assets", ignore=shutil.ignore_patterns("assets.json"))
+    succeeded("generate lm --prompt a --tokens 2")
+    shutil.rmtree("lm/assets")
     monkeypatch.setenv("MUPAX_DATA", str(project / "cache"))
     succeeded("generate lm --prompt a --tokens 2")
     assert zoo(["export", "lm", "--out", "exported"]) == 0
@@ -246,10 +255,10 @@ def test_another_chat_template_leaves_earlier_checkpoints_theirs(project: Path, 
     other.unlink()
     sources: list[str] = []
     for step in (4, 6):
-        found = assets.find(tmp_path / "chat", step)
-        assert found is not None
-        assert found.chat_template is not None
-        sources.append(found.chat_template.read_text())
+        run_assets = assets.find(tmp_path / "chat", step)
+        assert run_assets is not None
+        assert run_assets.chat_template is not None
+        sources.append(run_assets.chat_template.read_text())
     assert sources == [TEMPLATE, TEMPLATE.replace("<|endoftext|>", "<|end|>")]
     succeeded(f"{chat} --data.chat-template {other} {goes_on}")  # its file is gone, the run has it
 
@@ -262,13 +271,13 @@ def test_eval_reads_other_texts_by_the_tokenizer_of_the_run(project: Path, tmp_p
     for split in ("train", "validation"):
         shutil.copy(file, tmp_path / "hf" / f"{split}.jsonl")
     tokenizer = "--data.tokenizer bpe:300"
-    others = (
+    places = (
         "text:other",
         f"records:{file}",
         f"hf:{tmp_path}/hf",
         "chat:chat.jsonl --data.chat-template template.jinja",
     )
-    for other in others:
+    for other in places:
         succeeded(f"eval lm --data.name {other} {tokenizer if other == 'text:other' else ''}")
     code, _, err = run("eval lm --data.name text:other --data.tokenizer bpe:290")
     assert code == 2
@@ -278,7 +287,8 @@ def test_eval_reads_other_texts_by_the_tokenizer_of_the_run(project: Path, tmp_p
 def test_eval_reads_a_text_in_place_of_the_mixture(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mix = f"--data.mix a=text:{project}/texts:0.7 b=text:{project}/other:0.3 --data.evaluate c=text:{project}/texts"
+    mix = f"--data.mix a=text:{project}/texts:0.7 b=text:{project}/other:0.3 --data.evaluate c=text:{tmp_path}/c"
+    shutil.copytree(project / "texts", tmp_path / "c")
     succeeded(f"lm-tiny {mix} {MODEL} {TRAINING} --workdir {tmp_path}/mix")
     monkeypatch.chdir(tmp_path)
     numbers: dict[str, Any] = {}
@@ -293,6 +303,12 @@ def test_eval_reads_a_text_in_place_of_the_mixture(
     assert [each["data_of_the_run"] for each in numbers.values()] == [True, False, False]
     assert numbers["text"]["loss"] != numbers["own"]["loss"]
     assert all(set(each["sets"]) == {"c"} for each in numbers.values())
+    shutil.rmtree("c")  # a set of the run's own, which another machine does not have
+    code, _, err = run(f"eval mix --data.name text:{project}/other --json without.json")
+    assert (code, "data.evaluate c" in err) == (0, True)
+    assert "sets" not in json.loads(Path("without.json").read_text())
+    assert run("eval mix")[0] == 2
+    assert run(f"eval mix --data.name text:{project}/other --data.evaluate c=text:c")[0] == 2
 
 
 def test_a_run_that_starts_from_another_takes_its_tokenizer(project: Path, tmp_path: Path) -> None:
@@ -309,12 +325,108 @@ def test_a_bucket_holds_them(bucket: str, project: Path) -> None:
     files["chat_template.jinja"] = TEMPLATE.encode()
     entries = assets.write(workdir, files)
     assert assets.write(workdir, files) == entries
-    found = assets.find(workdir)
-    assert found is not None
-    assert Subwords(path_of(str(found.tokenizer))).vocab_size == 300
-    template = templates.find(str(found.tokenizer))
+    run_assets = assets.find(workdir)
+    assert run_assets is not None
+    assert Subwords(path_of(str(run_assets.tokenizer))).vocab_size == 300
+    template = templates.find(str(run_assets.tokenizer))
     assert template is not None
     assert template.source == TEMPLATE
-    assert data_assets.end_ids(str(found.tokenizer), Subwords(path_of(str(found.tokenizer)))) == {0}
+    assert data_assets.end_ids(str(run_assets.tokenizer), Subwords(path_of(str(run_assets.tokenizer)))) == {0}
     assets.write(workdir, {name: content for name, content in files.items() if name != "chat_template.jinja"})
-    assert templates.find(str(found.tokenizer)) is None
+    assert templates.find(str(run_assets.tokenizer)) is None
+
+
+def data_of(name: str, recipe: str = "lm-tiny", **fields: Any) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the files that a run on such data keeps, and the content of assets.json."""
+    config = RECIPES[recipe]()
+    model: Any = config.model
+    if config.data.task == "tokens":
+        model = dataclasses.replace(model, seq_len=64, vocab_size=512)
+    else:
+        model = dataclasses.replace(model, num_classes=2)
+    settings = DataConfig(name=name, batch_size=4, **fields)
+    opened_data = data_sources.load(settings, model, seed=0, note=lambda line: None)
+    files = data_assets.files_of(opened_data, settings, note=lambda line: None)
+    return files, json.loads(files["assets.json"])
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("text:texts", {}),
+        ("text:texts", {"stream": True}),
+        ("records:records", {"field": "code"}),
+        ("hf:records", {"field": "code"}),
+    ],
+    ids=["text", "stream", "records", "hf"],
+)
+def test_every_kind_of_text_has_its_tokenizer(name: str, fields: dict[str, Any], project: Path) -> None:
+    (project / "records").mkdir(exist_ok=True)
+    for split in ("train", "validation"):
+        lines = (json.dumps({"code": f"{split} def self {i} value"}) for i in range(99))
+        (project / "records" / f"{split}.jsonl").write_text("\n".join(lines))
+    files, record = data_of(name, tokenizer="bpe:290", **fields)
+    assert set(files) == {"tokenizer.json", "assets.json"}
+    assert record["tokenizer"]["name"] == "bpe:290"
+    files, record = data_of(name, **fields)
+    assert set(files) == {"assets.json"}
+    assert record["tokenizer"]["separator"] == {"text": None, "id": 0}
+
+
+def test_a_mixture_and_text_with_noise_have_their_tokenizer(project: Path) -> None:
+    tokenizer = str(project / "lm" / "assets" / "tokenizer.json")
+    mix = ("a=text:texts:1", "b=text:other:2")
+    files, _ = data_of("mix", mix=mix, tokenizer=tokenizer)
+    assert files["tokenizer.json"] == Path(tokenizer).read_bytes()
+    files, _ = data_of("text:texts", "ed-tiny", noise="infilling", tokenizer="bpe:290")
+    assert set(files) == {"tokenizer.json", "assets.json"}
+
+
+def test_token_ids_have_their_size_and_separator(project: Path) -> None:
+    np.save("ids.npy", np.arange(4000, dtype=np.uint16) % 300)
+    files, record = data_of("records:ids.npy", tokenizer="ids:300")
+    assert set(files) == {"assets.json"}
+    assert (record["tokenizer"]["name"], record["tokenizer"]["separator"]["id"]) == ("ids:300", 299)
+
+
+def test_images_have_class_names_and_preprocessing(project: Path) -> None:
+    for label in ("cat", "dog"):
+        (project / "images" / label).mkdir(parents=True)
+        for number in range(20):
+            pixels = np.full((8, 8), 9 * number + len(label), np.uint8)
+            Image.fromarray(pixels).save(project / "images" / label / f"{number}.png")
+    files, record = data_of("images:images", "vit-digits")
+    assert set(files) == {"assets.json"}
+    assert record["class_names"] == ["cat", "dog"]
+    assert {"fit", "mean", "std"} <= record["pixels"].keys()
+
+
+def test_what_lies_beside_a_tokenizer_file_is_kept(project: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    shutil.copy(project / "lm" / "assets" / "tokenizer.json", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "!"}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
+    file = folder / "tokenizer.json"
+    eos = Subwords(file).find("!")
+    assert eos is not None
+    before = templates.find(str(file))
+    files, record = data_of("text:texts", tokenizer=str(file))
+    assert record["chat_template"]["tokens"] == {"bos_token": "<s>", "eos_token": "!"}
+    assert record["tokenizer"]["ends"] == sorted([0, 7, 8, eos])
+    assets.write(tmp_path / "run", files)
+    shutil.rmtree(folder)
+    copied = str(tmp_path / "run" / "assets" / "tokenizer.json")
+    after = templates.find(copied)
+    assert before is not None
+    assert after is not None
+    assert (after.source, after.tokens) == (before.source, before.tokens)
+    assert data_assets.end_ids(copied, Subwords(Path(copied))) == {0, 7, 8, eos}
+
+
+def test_a_broken_template_beside_the_tokenizer_does_not_end_a_run_on_text(project: Path, tmp_path: Path) -> None:
+    shutil.copy(project / "lm" / "assets" / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% if %}")
+    files, _ = data_of("text:texts", tokenizer=str(tmp_path / "tokenizer.json"))
+    assert set(files) == {"tokenizer.json", "assets.json"}

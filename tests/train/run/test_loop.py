@@ -187,7 +187,16 @@ def test_a_profile_of_the_steps_asked_for(folder: Path) -> None:
 @pytest.mark.core
 def test_the_files_of_a_run(plain: Done) -> None:
     left = {path.name for path in Path("plain").iterdir()}
-    assert left == {".lock", "assets", "config.json", "metrics.jsonl", "tensorboard", "checkpoints", "loss.png", "sample.txt"}
+    assert left == {
+        ".lock",
+        "assets",
+        "config.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "loss.png",
+        "sample.txt",
+    }
     assert Path("plain/loss.png").read_bytes().startswith(b"\x89PNG")
     (prompt,) = re.findall(r"--prompt '?(.+?)'? +│", re.sub(r" +│\n│ +", " ", plain.out))
     assert f" {prompt} " in f" {' '.join(Path('text.txt').read_text().split())} "  # whole words of the text

@@ -174,7 +174,9 @@ def special_tokens(tokenizer: str) -> dict[str, str]:
     if (folder / CONFIG).is_file():
         fields = _fields(folder / CONFIG)
     elif (folder / ASSETS).is_file():  # a run's own folder
-        fields = _fields(folder / ASSETS).get("chat_template", {}).get("tokens", {})
+        described = _fields(folder / ASSETS).get("chat_template")
+        own = described.get("tokens") if isinstance(described, dict) else None
+        fields = own if isinstance(own, dict) else {}
     tokens: dict[str, str] = {}
     for name, value in fields.items():
         text = value.get("content") if isinstance(value, dict) else value

@@ -65,7 +65,8 @@ def tokenizer_of(run: Trained | Weights) -> Any:
     key = run.facts.get("tokenizer")
     if key not in (None, tokenizer.key):
         raise DataError(
-            f"the run's tokens are those of {key}, and data.tokenizer {name} is {tokenizer.key} here; bring the run's tokenizer.json back"
+            f"the run's tokens are those of {key}, and data.tokenizer {name} is {tokenizer.key} here; "
+            f"put the run's tokenizer.json into {run.workdir}/assets"
         )
     return tokenizer
 

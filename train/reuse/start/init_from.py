@@ -87,7 +87,9 @@ def _with_tokenizer(config: Config) -> Config:
 
 
 def own_settings(config: Config) -> DataConfig:
-    """Return a new run's settings of data, with the tokenizer of its source where both name the same one.
+    """Return a new run's settings of data, with the tokenizer and template of its source where both name the same ones.
+
+    A file that is there is meant as it is: the same path may have named another one when the source was trained.
 
     Args:
         config: of the new run, whose `init.init_from` is given.
@@ -99,7 +101,13 @@ def own_settings(config: Config) -> DataConfig:
     if origin.run is None:
         return config.data
     before, facts = origin.run
-    return own_files.settings(before.data, facts, origin.assets, config.data)
+    settings = own_files.settings(before.data, facts, origin.assets, config.data)
+    there: dict[str, str] = {}
+    for name in ("tokenizer", "chat_template"):
+        word = getattr(config.data, name)
+        if word is not None and path_of(word).is_file():
+            there[name] = word
+    return dataclasses.replace(settings, **there)
 
 
 def prepare(program: Program, tokenizer: str | None = None) -> Start:

@@ -98,6 +98,9 @@ def test_the_parameters_themselves_have_other_numbers() -> None:
 
 
 def test_images_are_evaluated_too() -> None:
+    assets = json.loads(Path("vit/assets/assets.json").read_text())
+    assert assets["class_names"] == [str(digit) for digit in range(10)]
+    assert assets["pixels"]["fit"] == "squash"
     record, _ = evaluated("vit")
     assert (record["loss"], record["accuracy"]) == (rows("vit")[2]["eval_loss"], rows("vit")[2]["eval_accuracy"])
     assert "bits_per_byte" not in record
