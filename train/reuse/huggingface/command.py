@@ -152,7 +152,7 @@ def exported(
     from mupax.zoo.families import ImageModel
 
     source = pretrained.read(path, step)
-    notes = source.notes
+    notes: list[str] = []
     text = text_of(source, path, tokenizer_file, separator)
     ids = {**_token_ids(source, text), **source.text_ids}
     if separator is not None and text.encoder is not None:
@@ -180,7 +180,7 @@ def _write_text_files(
 
     notes = []
     if source.run is None:
-        copied = tokenizer_files.keep(opened(path)[0], out, tokenizer=text.encoder is None)
+        copied = tokenizer_files.keep(opened(path)[0], out, tokenizer=text.file is None)
         notes += [f"kept beside the weights: {', '.join(copied)}"] if copied else []
         lacks_tokenizer = text.name is None and text.encoder is None and tokenizer_files.TOKENIZER not in copied
         if source.model.task == "tokens" and lacks_tokenizer:

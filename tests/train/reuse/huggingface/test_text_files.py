@@ -328,9 +328,13 @@ def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", dataclasses.replace(MODEL, vocab_size=256))
     record = {**fields(origin / "config.json"), "mupax": {"tokenizer": "bytes"}}
     (origin / "config.json").write_text(json.dumps(record))
+    (origin / "chat_template.jinja").write_text(CHATML)
     done(zoo, "import", origin, "--out", tmp_path / "in")
-    done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    output = done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    assert output.count("--licence") == 1  # every note once
     assert fields(tmp_path / "out" / "config.json")["mupax"]["tokenizer"] == "bytes"
+    assert pretrained.find(tmp_path / "in").config.data.chat_template == str(tmp_path / "in" / "chat_template.jinja")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
     texts = {
         done(train, "generate", tmp_path / name, "--temperature 0 --tokens 3 --prompt the").splitlines()[0]
         for name in ("hf", "in", "out")
