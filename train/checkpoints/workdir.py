@@ -209,8 +209,8 @@ def with_tokenizer_of_source(now: dict[str, Any], before: Mapping[str, Any]) -> 
         return now
     if now["data"]["tokenizer"] != DataConfig.tokenizer:
         return now
-    taken = {"tokenizer": name, "separator": now["data"]["separator"] or data.get("separator")}
-    return {**now, "data": {**now["data"], **taken}}
+    tokenizer = {"tokenizer": name, "separator": now["data"]["separator"] or data.get("separator")}
+    return {**now, "data": {**now["data"], **tokenizer}}
 
 
 def record(

@@ -32,31 +32,38 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import(PresetFlags):
-    """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `python -m train --init-from FOLDER`."""
+    """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `python -m train --init-from FOLDER`.
+
+    The tokenizer, chat template, generation config and preprocessor beside the weights come with them.
+    """
 
     path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
-    """Folder with config.json and safetensors, or its file."""
+    """Folder with config.json and safetensors, or its file, or ORG/NAME of the Hugging Face hub."""
     preset: Annotated[str, conf.arg(metavar="NAME")] = "sp"
     """A preset of `python -m presets`."""
     out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
+    revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
+    """Of ORG/NAME; the branch main unless given."""
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
         from mupax.train.reuse import source as pretrained
         from mupax.train.reuse.huggingface import files as pretrained_files
+        from mupax.train.reuse.huggingface import hub
 
         config = self.config(self.preset)
         pretrained_files.check_free(self.out)
-        source = pretrained.read(self.path)
-        text = text_of(source, self.path, None, None)
+        path = hub.local(self.path, self.revision)
+        source = pretrained.read(path)
+        text = text_of(source, path, None, None)
         if source.run is not None and text.encoder is not None and not source.model.denoises:
-            source = source._replace(text_ids=_known(_token_ids(source, text)))
+            source = source._replace(text_ids=_present_ids(_token_ids(source, text)))
         with delivered(self.out) as out:
             preset = pretrained_files.write_imported(
                 source, config, out, str(self.path), reads_bytes=text.name == "bytes"
             )
-            notes = _write_text_files(source, text, self.path, out, source.text_ids)
+            notes = _write_text_files(source, text, path, out, source.text_ids)
         _print_summary(source, preset)
         if source.images:
             terminal.say(_images_line(source.images))
@@ -145,7 +152,7 @@ def exported(
     from mupax.zoo.families import ImageModel
 
     source = pretrained.read(path, step)
-    notes = source.notes
+    notes: list[str] = []
     text = text_of(source, path, tokenizer_file, separator)
     ids = {**_token_ids(source, text), **source.text_ids}
     if separator is not None and text.encoder is not None:
@@ -173,9 +180,9 @@ def _write_text_files(
 
     notes = []
     if source.run is None:
-        kept = tokenizer_files.keep(opened(path)[0], out, tokenizer=text.encoder is None)
-        notes += [f"kept beside the weights: {', '.join(kept)}"] if kept else []
-        lacks_tokenizer = text.name is None and text.encoder is None and tokenizer_files.TOKENIZER not in kept
+        copied = tokenizer_files.keep(opened(path)[0], out, tokenizer=text.file is None)
+        notes += [f"kept beside the weights: {', '.join(copied)}"] if copied else []
+        lacks_tokenizer = text.name is None and text.encoder is None and tokenizer_files.TOKENIZER not in copied
         if source.model.task == "tokens" and lacks_tokenizer:
             notes.append("no tokenizer.json beside the weights: commands that read text need --data.tokenizer FILE")
     if source.model.task != "tokens":
@@ -212,7 +219,7 @@ def _token_ids(source: Source, text: TextFiles) -> dict[str, int | None]:
     return {"bos_token_id": ids.bos, "eos_token_id": ids.eos, "pad_token_id": ids.pad, "decoder_start_token_id": start}
 
 
-def _known(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
+def _present_ids(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
     return {name: number for name, number in ids.items() if number is not None}
 
 
@@ -251,7 +258,7 @@ def text_of(source: Source, path: Path, file: Path | None, separator: str | None
     return TextFiles(None, file, _opened(file, separator), templates.find(str(file)))
 
 
-def _text_of_run(source: Source, given: Path | None) -> TextFiles:
+def _text_of_run(source: Source, replacement: Path | None) -> TextFiles:
     """Return a run's tokenizer, with the separator that parted its documents, and its chat template."""
     from mupax.train.data.text import named_tokenizers
     from mupax.train.data.text.tokenizer import Ids
@@ -262,13 +269,13 @@ def _text_of_run(source: Source, given: Path | None) -> TextFiles:
     config, facts = source.run
     name, file = tokenizer_of(source.model, source.run, source.assets)
     data = own_files.settings(config.data, facts, source.assets)
-    template, lost = _template_of_run(data, facts, file or given)
+    template, lost = _template_of_run(data, facts, file or replacement)
     encoder = None
     if named_tokenizers.bpe_size(config.data.tokenizer) is None and (
         name == "bytes" or config.data.tokenizer.startswith("ids:")
     ):
         encoder = named_tokenizers.opened(config.data.tokenizer, config.data.separator)
-    file = given or file
+    file = replacement or file
     if file is not None:
         separator = _token(file, encoder.separator) if isinstance(encoder, Ids) else config.data.separator
         encoder = _opened(file, separator)

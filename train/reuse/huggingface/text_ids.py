@@ -88,7 +88,7 @@ def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[in
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
         numbers = value if isinstance(value, list) else [value]
-        if numbers and all(type(number) is int and 0 <= number < vocab for number in numbers):
+        if value is not None and numbers and all(type(number) is int and 0 <= number < vocab for number in numbers):
             ids[name] = value
     return ids
 

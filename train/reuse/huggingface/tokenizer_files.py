@@ -70,9 +70,9 @@ def keep(folder: Path, out: Path, *, tokenizer: bool = True) -> list[str]:
 
 def write_generation_config(out: Path, ids: Ids) -> None:
     """Write generation_config.json, unless there is one or no id is known."""
-    known = {name: value for name, value in ids.items() if value is not None}
-    if known and not (out / text_ids.FILE).exists():
-        (out / text_ids.FILE).write_text(json.dumps(known, indent=2) + "\n")
+    written = {name: value for name, value in ids.items() if value is not None}
+    if written and not (out / text_ids.FILE).exists():
+        (out / text_ids.FILE).write_text(json.dumps(written, indent=2) + "\n")
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -110,9 +110,9 @@ def separator_beside(folder: Path, ids: Ids) -> str | None:
         return None
     words = _words(folder / TOKENIZER)
     if end is None:
-        known = ids.get("eos_token_id")
-        known = known if isinstance(known, list) else [known]
-        end = next((token for token, number in words.items() if number in known), None)
+        end_ids = ids.get("eos_token_id")
+        end_ids = end_ids if isinstance(end_ids, list) else [end_ids]
+        end = next((token for token, number in words.items() if number in end_ids), None)
     usual = next((token for token in USUAL_SEPARATORS if token in words), None)
     if end not in words or end == usual:
         return None
@@ -238,8 +238,8 @@ def _without_added(processor: Any) -> Any:
         left = [part for part in parts if part is not None]
         return {**processor, "processors": left} if left else None
     if kind == "RobertaProcessing":  # which also trims offsets, as ByteLevel does
-        kept = {name: processor.get(name, True) for name in ("add_prefix_space", "trim_offsets")}
-        return {"type": "ByteLevel", **kept, "use_regex": True}
+        options = {name: processor.get(name, True) for name in ("add_prefix_space", "trim_offsets")}
+        return {"type": "ByteLevel", **options, "use_regex": True}
     return None if kind in ("TemplateProcessing", "BertProcessing") else processor
 
 
@@ -250,10 +250,10 @@ def _unseen(text: TextFiles) -> list[int]:
     if text.name is None or not (begin or end):  # weights without a run were trained elsewhere
         return []
     if text.chats and text.template is not None:
-        seen = _conversation(text.encoder, text.template)[: len(begin)]
+        usual = _conversation(text.encoder, text.template)[: len(begin)]
     else:
-        seen = [text.encoder.separator]  # stands before every document
-    return [] if begin == seen and not end else [*begin, *end]
+        usual = [text.encoder.separator]  # stands before every document
+    return [] if begin == usual and not end else [*begin, *end]
 
 
 def _conversation(encoder: Tokenizer, template: Template) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.paths import path_of
 from mupax.presets.roles import RUN_AXES, Role
 from mupax.train.config import cli
 from mupax.train.config.data import DataConfig
@@ -161,6 +162,7 @@ def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> t
         names = [path.suffix.lower() for path in folder.rglob("*") if path.is_file()]
         if names and all(suffix in SUFFIXES for suffix in names):
             raise WeightsError(f"{source} holds a {origin.model.family}, which reads text, and {folder} has images")
+    from mupax.train.data.chats import templates
     from mupax.train.data.chats.records import in_folder
 
     before = origin.run[0].data if origin.run else None
@@ -170,14 +172,18 @@ def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> t
             "--init-from and --data.noise"
         )
     text_fields = ("separator", "special_tokens", "field", "noise", "noise_rate", "noise_span")
-    fields = {name: getattr(before, name) for name in text_fields} if before else {"separator": origin.separator}
-    if has_tokenizer and before is None:
-        fields = {}
+    fields: dict[str, Any] = {}
+    if before is not None:
+        fields = {name: getattr(before, name) for name in text_fields}
+    elif not has_tokenizer:
+        fields = {"separator": origin.separator}
     tokenizer = "bytes" if has_tokenizer else _tokenizer(source, origin)
     chat = not (before and before.noise) and in_folder(folder)
     if chat and before is not None:
         template = origin.assets.chat_template if origin.assets is not None else None
         fields["chat_template"] = before.chat_template if template is None else str(template)
+    elif chat and tokenizer == "bytes" and (origin.folder / templates.FILE).is_file():
+        fields["chat_template"] = str(origin.folder / templates.FILE)  # of others it lies beside the tokenizer
     data = DataConfig(
         name=f"{'chat' if chat else 'text'}:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields
     )
@@ -189,7 +195,8 @@ def _tokenizer(source: Path, origin: Outline) -> str:
     from mupax.train.reuse.huggingface.command import tokenizer_of
 
     if origin.run is None:
-        name, file = (origin.tokenizer, Path(origin.tokenizer))
+        name = origin.tokenizer
+        file = path_of(name)
     else:
         name, file = tokenizer_of(origin.model, origin.run, origin.assets)
     if name == "bytes":

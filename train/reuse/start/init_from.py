@@ -60,8 +60,8 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         recorded = record.get("init")
         init = from_json({**to_json(config), "init": recorded}).init if recorded else InitConfig()
         now = to_json(config)
-        taken = with_tokenizer_of_source(now, record)
-        config = config if taken is now else from_json(taken)
+        resumed = with_tokenizer_of_source(now, record)
+        config = config if resumed is now else from_json(resumed)
         return dataclasses.replace(config, init=init)
     if start.init_from is None:
         return config

@@ -20,6 +20,7 @@ from mupax.train.config.data import PixelsConfig
 from mupax.train.reuse import source
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.image_input import ImageInput
+from mupax.zoo.__main__ import main as zoo
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface.tensorfile import SINGLE
@@ -120,6 +121,21 @@ def test_text_is_written_and_measured_by_a_name(hub: ModelHub) -> None:
     answer(f"eval gpt {words} by-folder.json")
     numbers = [json.loads(Path(name).read_text()) for name in ("by-name.json", "by-folder.json")]
     assert {name for name, x in numbers[0].items() if x != numbers[1][name]} <= {"seconds", "workdir"}
+
+
+def test_import_takes_a_name_and_keeps_what_lies_beside_the_weights(hub: ModelHub) -> None:
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    for name in (*names, "tokenizer.model"):
+        Path("gpt", name).write_text("{}")
+    Path("gpt", "chat_template.jinja").write_text("{{ messages }}")
+    hub.add("me/chat", Path("gpt"))
+    assert zoo(["import", "me/chat", "--out", "in"]) == 0
+    assert all(
+        Path("in", name).read_bytes() == Path("gpt", name).read_bytes() for name in (*names, "chat_template.jinja")
+    )
+    assert not Path("in", "tokenizer.model").exists()  # nothing here reads it
+    assert zoo(["import", "me/vit", "--revision", "other", "--out", "other-in"]) == 0
+    assert Path("other-in", "preprocessor_config.json").is_file()
 
 
 def test_parts_come_by_their_index(hub: ModelHub) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -50,6 +51,34 @@ def largest_difference(pixels: PixelsConfig, folder: Path) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_images_are_the_same(case: str, tmp_path: Path) -> None:
     assert largest_difference(CASES[case], tmp_path) < 1e-5
+
+
+@pytest.mark.parametrize("size", [8, 24, 28, 33, 64, 224])
+def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(size: int, tmp_path: Path) -> None:
+    """What runs on images have unless told: files of any size and shape."""
+    import transformers
+
+    pixels, model = (
+        PixelsConfig(fit="edge", resize=round(8 / 7 * size)),
+        dataclasses.replace(MODEL, image_size=size, patch_size=1),
+    )
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor.to_huggingface(pixels, model, "vit")))
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    draw = np.random.default_rng(0)
+    shapes = [
+        (size, size),
+        (size + 1, 3 * size),
+        (2 * size + 1, size + 2),
+        (max(1, size // 3), size),
+        (97, 61),
+        (101, 350),
+    ]
+    for shape in shapes:
+        image = draw.integers(0, 256, (*shape, 3), dtype=np.uint8)
+        ours = crops.fitted(pixels, size)([image], np.zeros((1, images.NUMBERS)))
+        read = processor(Image.fromarray(image), do_rescale=False, do_normalize=False, return_tensors="np")
+        theirs = read["pixel_values"].transpose(0, 2, 3, 1)
+        np.testing.assert_array_equal(ours, theirs, err_msg=str(shape))
 
 
 def test_control_our_own_crop_is_not_theirs_and_says_so(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import io
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
@@ -123,7 +125,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def token_id(path: str, token: str) -> int:
-    return Tokenizer.from_file(path).token_to_id(token)
+    number = Tokenizer.from_file(path).token_to_id(token)
+    assert number is not None
+    return number
 
 
 # Export of a run
@@ -131,14 +135,14 @@ def token_id(path: str, token: str) -> int:
 
 def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_left_out(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    said = done(zoo, "export said --out", out)
+    output = done(zoo, "export said --out", out)
     end, pad = token_id("said.json", "<|im_end|>"), token_id("said.json", "<pad>")
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad}
     assert fields(out / "config.json").items() >= ids.items()
     assert fields(out / "generation_config.json").items() >= ids.items()
     tokens = {"bos_token": "<|im_end|>", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     assert fields(out / "tokenizer_config.json").items() >= tokens.items()
-    assert all(word in said for word in ("<s>", "tokenizer.json"))
+    assert all(word in output for word in ("<s>", "tokenizer.json"))
     before, after = (Tokenizer.from_file(str(path)) for path in (Path("said.json"), out / "tokenizer.json"))
     assert before.encode("the cat").ids == [token_id("said.json", "<s>"), *after.encode("the cat").ids]
     assert before.get_vocab() == after.get_vocab()
@@ -154,9 +158,9 @@ def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_
 
 
 def test_a_tokenizer_without_added_tokens_is_copied_to_the_byte(tmp_path: Path) -> None:
-    said = done(zoo, "export odd --out", tmp_path / "out")
+    output = done(zoo, "export odd --out", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path("odd.json").read_bytes()
-    assert "never" not in said  # the control
+    assert "never" not in output  # the control
 
 
 def test_an_end_token_of_an_unusual_name_is_exported_and_found_again(tmp_path: Path) -> None:
@@ -175,12 +179,12 @@ def test_an_end_token_of_an_unusual_name_is_exported_and_found_again(tmp_path: P
 
 def test_weights_with_a_file_of_an_unusual_end_say_how_to_name_it(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
-    code, said = called(zoo, "export", origin, "--tokenizer odd.json --out", tmp_path / "none")
-    assert (code, "--separator" in said) == (2, True)
+    code, output = called(zoo, "export", origin, "--tokenizer odd.json --out", tmp_path / "none")
+    assert (code, "--separator" in output) == (2, True)
     done(zoo, "export", origin, "--tokenizer odd.json --separator <<fin>> --out", tmp_path / "out")
     assert fields(tmp_path / "out" / "config.json")["eos_token_id"] == token_id("odd.json", "<<fin>>")
-    code, said = called(zoo, "export odd --separator <<fin>> --out", tmp_path / "none")
-    assert (code, "--separator" in said) == (2, True)
+    code, output = called(zoo, "export odd --separator <<fin>> --out", tmp_path / "none")
+    assert (code, "--separator" in output) == (2, True)
 
 
 def test_a_chat_run_ends_with_its_answers_end_and_has_its_template(tmp_path: Path) -> None:
@@ -211,8 +215,8 @@ def test_a_template_that_is_gone_is_said(tmp_path: Path) -> None:
     record = fields(tmp_path / "chat" / "config.json")
     record["config"]["data"]["chat_template"] = str(tmp_path / "none.jinja")
     (tmp_path / "chat" / "config.json").write_text(json.dumps(record))
-    said = done(zoo, "export", tmp_path / "chat", "--out", tmp_path / "out")
-    assert "none.jinja" in said
+    output = done(zoo, "export", tmp_path / "chat", "--out", tmp_path / "out")
+    assert "none.jinja" in output
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
 
@@ -227,14 +231,14 @@ def test_a_template_renders_as_in_training_whatever_the_tokens_are_called_there(
 
 
 @pytest.mark.parametrize(
-    ("processor", "kept"),
+    ("processor", "adds_nothing"),
     [
         ({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}, True),
         ({"type": "BertProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0]}, False),
         ({"type": "RobertaProcessing", "sep": ["</s>", 1], "cls": ["<s>", 0], "trim_offsets": True, "add_prefix_space": False}, False),
     ],
 )  # fmt: skip
-def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], kept: bool, tmp_path: Path) -> None:
+def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], adds_nothing: bool, tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "t.json", "<s>", "</s>")
     for value in (processor, {"type": "Sequence", "processors": [processor]}):
         content = {**fields(tmp_path / "t.json"), "post_processor": value}
@@ -242,7 +246,7 @@ def test_every_way_of_adding_tokens_is_taken_out(processor: dict[str, Any], kept
         plain = after.encode("the cat", add_special_tokens=False).ids
         assert after.encode("the cat").ids == plain
         before = Tokenizer.from_buffer(json.dumps(content).encode())
-        assert (before.encode("the cat").ids == plain) == kept  # the control
+        assert (before.encode("the cat").ids == plain) == adds_nothing  # the control
 
 
 # Import, and its export
@@ -268,8 +272,8 @@ def llama(work: Path) -> Path:
 
 
 def test_import_and_export_keep_what_lies_beside_weights(llama: Path, tmp_path: Path) -> None:
-    said = done(zoo, "import", llama, "--out", tmp_path / "in --preset mup --base lm-proxy")
-    assert "tokenizer.json" in said
+    output = done(zoo, "import", llama, "--out", tmp_path / "in --preset mup --base lm-proxy")
+    assert "tokenizer.json" in output
     done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
     for name in names:
@@ -324,9 +328,13 @@ def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", dataclasses.replace(MODEL, vocab_size=256))
     record = {**fields(origin / "config.json"), "mupax": {"tokenizer": "bytes"}}
     (origin / "config.json").write_text(json.dumps(record))
+    (origin / "chat_template.jinja").write_text(CHATML)
     done(zoo, "import", origin, "--out", tmp_path / "in")
-    done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    output = done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    assert output.count("--licence") == 1  # every note once
     assert fields(tmp_path / "out" / "config.json")["mupax"]["tokenizer"] == "bytes"
+    assert pretrained.find(tmp_path / "in").config.data.chat_template == str(tmp_path / "in" / "chat_template.jinja")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
     texts = {
         done(train, "generate", tmp_path / name, "--temperature 0 --tokens 3 --prompt the").splitlines()[0]
         for name in ("hf", "in", "out")
@@ -358,21 +366,30 @@ def test_scores_of_weights_begin_with_their_begin_token(llama: Path, tmp_path: P
         tmp_path / "none": end,
     }.items():
         texts = Texts(folder)
-        logp = rolled(folder, [first, *texts.tokenizer.encode([text.encode()])[0]])
+        logp = logprobs(llama, [first, *texts.tokenizer.encode([text.encode()])[0]]).sum()
         assert texts.rolling([text])[0] == pytest.approx(logp, abs=1e-3)
         assert texts.likelihoods([("", text)])[0].logprob == pytest.approx(logp, abs=1e-3)
 
 
-def rolled(folder: Path, ids: list[int]) -> float:
-    """Log-probability of tokens after the first of them, read at once."""
+@functools.cache
+def model_of(folder: Path) -> Any:
+    """Log-probabilities of the tokens after the first of `MODEL.seq_len + 1`, as the weights have them."""
     run = pretrained.find(folder)
     program = runs.on_one_device(run.config)
-    inputs = program.inputs.factors
-    logits = program.definition.apply(
-        run.params(program.abstract), inputs.multiplier, inputs.forward, jnp.asarray([ids[:-1]])
-    )
-    logp = jax.nn.log_softmax(logits)[0]
-    return float(sum(logp[i, token] for i, token in enumerate(ids[1:])))
+    params, factors = run.params(program.abstract), program.inputs.factors
+
+    def read(tokens: jax.Array) -> jax.Array:
+        logits = program.definition.apply(params, factors.multiplier, factors.forward, tokens[None, :-1])
+        return jnp.take_along_axis(jax.nn.log_softmax(logits)[0], tokens[1:, None], axis=-1)[:, 0]
+
+    return jax.jit(read)
+
+
+def logprobs(folder: Path, ids: list[int]) -> np.ndarray:
+    """Log-probability of each token but the first, after those before it."""
+    tokens = np.zeros(MODEL.seq_len + 1, np.int32)
+    tokens[: len(ids)] = ids
+    return np.asarray(model_of(folder)(tokens))[: len(ids) - 1]
 
 
 def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llama: Path, tmp_path: Path) -> None:
@@ -390,16 +407,11 @@ def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llam
     # One window holds both: <s> the cat sat <end> <s> on the mat <end>, and no <s> is a target.
     joined = [begin, *documents[0], begin, *documents[1]]
     other = [begin, *documents[1], begin, *documents[0]]
-    losses = [-(rolled(llama, ids) - skipped(llama, ids, begin)) / numbers["targets"] for ids in (joined, other)]
+    losses = [-logprobs(llama, ids)[np.array(ids[1:]) != begin].mean() for ids in (joined, other)]
     assert any(numbers["loss"] == pytest.approx(loss, abs=1e-4) for loss in losses)
     assert numbers["bits_per_byte"] == pytest.approx(
         numbers["loss"] / math.log(2) * numbers["targets"] / (sum(map(len, words)) + 2), rel=1e-6
     )
-
-
-def skipped(folder: Path, ids: list[int], token: int) -> float:
-    """Log-probability of a token wherever it stands after the first place."""
-    return sum(rolled(folder, ids[: i + 1]) - rolled(folder, ids[:i]) for i in range(1, len(ids)) if ids[i] == token)
 
 
 def test_without_a_generation_config_import_writes_the_ids_of_config_json(llama: Path, tmp_path: Path) -> None:
@@ -412,8 +424,8 @@ def test_without_a_generation_config_import_writes_the_ids_of_config_json(llama:
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
-    said = done(zoo, "import", origin, "--out", tmp_path / "in")
-    assert "--data.tokenizer" in said
+    output = done(zoo, "import", origin, "--out", tmp_path / "in")
+    assert "--data.tokenizer" in output
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["model.json", "model.safetensors"]
     done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "generation_config.json").exists()
