@@ -271,7 +271,7 @@ def test_a_model_opened_in_python_writes_what_the_command_writes() -> None:
     ):
         _, out, _ = run("generate", "lm", "--prompt", "def ", *words.split())
         assert out == f"def {model.generate('def ', **options)}\n"
-    assert (model.step, model.config.model.width) == (4, 16)
+    assert (model.step, model.config.model.sizes()["embed"]) == (4, 16)
     assert "step 4 of lm" in repr(model)
     earlier = train.load(Path("lm/checkpoints/2"), ema=False)
     _, out, _ = run("generate", "lm", "--step", "2", "--no-ema", "--prompt", "def ", "--tokens", "20")
