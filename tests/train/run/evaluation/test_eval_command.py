@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors
 
 from mupax import train
-from mupax.errors import MupaxError, MupaxFailure
+from mupax.errors import MupaxError
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config import cli
@@ -332,7 +332,7 @@ def test_fit_returns_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
     with pytest.raises(MupaxError, match="fitted"):
         train.fit(config)  # the folder is taken
     capsys.readouterr()
-    for code, error in ((1, MupaxFailure), (130, KeyboardInterrupt), (143, SystemExit)):
+    for code, error in ((1, train.TrainingFailed), (130, KeyboardInterrupt), (143, SystemExit)):
         monkeypatch.setattr("mupax.train.run.loop.run", lambda config, code=code: code)
         with pytest.raises(error):
             train.fit(config)

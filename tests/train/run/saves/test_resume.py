@@ -203,7 +203,13 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys
     copy = interrupted("whole", "my run [1]", 6)
     record = record_of(copy)
     # Fine-tuned runs have the name of a command, those of a user's own script any.
-    record["config"] |= {"recipe": "finetune", "workdir": "elsewhere", "resume_change": ["data"], "resume_from": 2, "resume": True}
+    record["config"] |= {
+        "recipe": "finetune",
+        "workdir": "elsewhere",
+        "resume_change": ["data"],
+        "resume_from": 2,
+        "resume": True,
+    }
     record["config"]["distributed"]["coordinator"] = "10.0.0.1:1234"
     (copy / "config.json").write_text(json.dumps(record))
     for words in (["--resume", "--workdir", str(copy)], [f"--workdir={copy}", "--resume"]):
