@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mupax.train.core.functional.parameterization import Parameterization, parameterize
     from mupax.train.core.program import Program, assemble
     from mupax.train.reuse.model import Model, Prediction, load
-    from mupax.train.run.fit import Run, fit
+    from mupax.train.run.fit import Run, TrainingFailed, fit
 
 __all__ = [
     "RECIPES",
@@ -48,6 +48,7 @@ __all__ = [
     "PresetConfig",
     "Program",
     "Run",
+    "TrainingFailed",
     "assemble",
     "fit",
     "load",
@@ -62,6 +63,7 @@ _PLACES = {
     "assemble": "core.program",
     "fit": "run.fit",
     "Run": "run.fit",
+    "TrainingFailed": "run.fit",
     "load": "reuse.model",
     "Model": "reuse.model",
     "Prediction": "reuse.model",

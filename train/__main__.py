@@ -115,7 +115,9 @@ def _command(argv: list[str]) -> int:
         name, start = _run_to_go_on_with(argv)
     else:
         name, words = command_line.first_word("mupax train", kinds, argv)
-    if name == "finetune":
+    if start is not None:  # whatever its recipe is called: a fine-tuned run's is finetune
+        command = cli.parse(name, start, words)
+    elif name == "finetune":
         from mupax.train.reuse.start import finetune
 
         command = finetune.command(words)
@@ -123,7 +125,7 @@ def _command(argv: list[str]) -> int:
         with memory.explained(_LESS_MEMORY.get(name, "Take a smaller model, or a machine with more memory")):
             return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
     else:
-        command = cli.parse(name, start or cli.recipe(name), words)
+        command = cli.parse(name, cli.recipe(name), words)
     if command.print_config:
         from mupax.train.config.record import to_json
 

@@ -137,11 +137,16 @@ def with_file_first(argv: Sequence[str]) -> list[str]:
 def _check_config_file(path: str) -> None:
     if is_file(path):
         return
-    folder = path_of(path) if path and not path.startswith("-") else None
-    if folder is not None and (folder / "config.json").is_file():
-        config = shlex.quote(str(folder / "config.json"))
-        raise command_line.UsageError(f"--config {path}: this is a folder; write --config {config}")
+    if path and not path.startswith("-"):
+        _refuse_folder(path)
     raise command_line.UsageError(f"--config {path or 'PATH'}: write a file that ends in {', '.join(FILES)}")
+
+
+def _refuse_folder(path: str) -> None:
+    """Raise UsageError where a path is a run's folder, whose config.json is meant."""
+    record = path_of(path) / "config.json"
+    if record.is_file():
+        raise command_line.UsageError(f"{path} is a folder; write --config {shlex.quote(str(record))}")
 
 
 def _recipes() -> Mapping[str, Callable[[], Config]]:
@@ -156,6 +161,8 @@ def recipe(name: str) -> Callable[[], Config]:
         from mupax.train.config.recipes import files
 
         return files.recipe(name)
+    if name not in _recipes() and not name.startswith("-"):
+        _refuse_folder(name)
     return _recipes()[command_line.first_word("", {"recipe": _recipes()}, [name])[0]]
 
 

@@ -79,8 +79,8 @@ def _read(path: str) -> dict[str, Any]:
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _POWER, list("-+0123456789"))
     try:
-        text = path_of(path).read_text()
-        content = json.loads(text) if path.endswith(".json") else yaml.load(text, Loader)
+        text = path_of(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin a file with a byte order mark
+        content = json.loads(text) if path.lower().endswith(".json") else yaml.load(text, Loader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; `--print-config > {shlex.quote(path)}` writes one") from None
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
@@ -119,12 +119,12 @@ def _with_named_sources(fields: Mapping[str, Any]) -> dict[str, Any]:
     data = fields.get("data")
     if not isinstance(data, dict):
         return dict(fields)
-    data = dict(data)
-    if data.get("mix") is not None:
+    data = {name: value for name, value in data.items() if value is not None or name not in ("mix", "evaluate")}
+    if "mix" in data:
         data["mix"] = [_mix_word(name, entry) for name, entry in _entries("data.mix", data["mix"])]
         if data["mix"]:
             data.setdefault("name", "mix")
-    if data.get("evaluate") is not None:
+    if "evaluate" in data:
         data["evaluate"] = [_evaluate_word(name, entry) for name, entry in _entries("data.evaluate", data["evaluate"])]
     return {**fields, "data": data}
 
@@ -151,6 +151,8 @@ def _entries(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _mix_word(name: Any, entry: Any) -> str:
     """Return NAME=SOURCE:WEIGHT for a text of a mixture, which is SOURCE:WEIGHT or a map of source and weight."""
     key = f"data.mix {name}"
+    if not re.fullmatch(r"[\w.-]+", str(name)):
+        raise ConfigError(f"{key}: a name has letters, digits, _, - and . alone; name the text otherwise")
     if isinstance(entry, dict):
         _check_names(key, entry, ("source", "weight"))
         weight = entry.get("weight")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -204,7 +205,7 @@ def find(name: str, data_dir: str | None) -> DataSet:
             raise DataError(f"{folder} has several configurations; write data.name as {dataset}/{configs[0]}")
         if dataset.split("/")[0] not in builder_names():
             raise DataError(unknown(name, base))
-        where = f" --data-dir {data_dir}" if data_dir and not is_remote(base) else ""
+        where = f" --data-dir {shlex.quote(data_dir)}" if data_dir and not is_remote(base) else ""
         command = f"python -m mupax.train.data prepare {name}{where}"
         if kind := STREAMED.get(dataset.partition("/")[0]):
             raise DataError(

@@ -211,7 +211,7 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
         ConfigError: no recipe or model has the name, or a model that cannot be built.
     """
     if not cli.is_recipe(args.model) and args.model not in configs.CONFIGS:
-        near = difflib.get_close_matches(args.model, [*configs.CONFIGS, *RECIPES], n=3)
+        near = difflib.get_close_matches(args.model, list(dict.fromkeys([*configs.CONFIGS, *RECIPES])), n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise configs.ConfigError(
             f"no model or recipe is named {args.model!r}; {hint}`mupax zoo` and `mupax train` list them"

@@ -171,6 +171,7 @@ def test_flags_stand_above_the_mixture_of_a_file(tmp_path: Path) -> None:
         ("mix: {code: 0.3}", "data.mix code"),
         ("mix: [[text:src, 0.3]]", "data.mix"),
         ("mix: 3", "data.mix"),
+        ("mix: {my code: text:src:1}", "data.mix my code"),
         ("mix: code=text:src:0.3 prose=records:books:0.7", "data.mix"),
         ("mix: {code: text:src}", "data.mix"),
         ("mix: {code: {source: text:src, weight: much}}", "data.mix code"),
@@ -222,3 +223,14 @@ def test_a_wrong_file_is_one_message_with_its_name(
 def test_a_missing_path_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config"]) == 2
     assert "--config PATH: write a file that ends in .json, .yaml, .yml" in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_told_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "my run" / "config.json"
+    config.parent.mkdir()
+    config.write_bytes(b"\xef\xbb\xbf" + json.dumps({"recipe": "lm-tiny", "data": {"mix": None}}).encode())
+    assert main(["sweep", str(config), "--dry-run"]) == 0  # a byte order mark is no part of it
+    capsys.readouterr()
+    for words in (["--config", str(config.parent), "--dry-run"], ["sweep", str(config.parent), "--dry-run"]):
+        assert main(words) == 2
+        assert f"--config '{config}'" in capsys.readouterr().err

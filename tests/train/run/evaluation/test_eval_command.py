@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors
 
 from mupax import train
-from mupax.errors import MupaxError, MupaxFailure
+from mupax.errors import MupaxError
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config import cli
@@ -304,7 +304,7 @@ def test_a_model_opened_in_python_writes_what_the_command_writes() -> None:
     ):
         _, out, _ = run("generate", "lm", "--prompt", "def ", *words.split())
         assert out == f"def {model.generate('def ', **options)}\n"
-    assert (model.step, model.config.model.width) == (4, 16)
+    assert (model.step, model.config.model.sizes()["embed"]) == (4, 16)
     assert "step 4 of lm" in repr(model)
     earlier = train.load(Path("lm/checkpoints/2"), ema=False)
     _, out, _ = run("generate", "lm", "--step", "2", "--no-ema", "--prompt", "def ", "--tokens", "20")
@@ -365,7 +365,7 @@ def test_fit_returns_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
     with pytest.raises(MupaxError, match="fitted"):
         train.fit(config)  # the folder is taken
     capsys.readouterr()
-    for code, error in ((1, MupaxFailure), (130, KeyboardInterrupt), (143, SystemExit)):
+    for code, error in ((1, train.TrainingFailed), (130, KeyboardInterrupt), (143, SystemExit)):
         monkeypatch.setattr("mupax.train.run.loop.run", lambda config, code=code: code)
         with pytest.raises(error):
             train.fit(config)

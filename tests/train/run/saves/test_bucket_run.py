@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mupax.paths import path_of
+from mupax.train import load
 from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import verified
@@ -89,6 +90,9 @@ def test_the_other_commands_read_it(resumed: Done, address: str, capsys: Capture
     capsys.readouterr()
     assert main(["generate", address, "--prompt", "def ", "--tokens", "3", "--step", "6"]) == 0
     assert f"step 6 of {address}" in capsys.readouterr().err
+    assert load(address, step=6).step == 6
+    assert main(["--resume", "--workdir", address]) == 0  # recipe and config are read there
+    assert f"resuming lm-tiny at step {STEPS} of {STEPS}" in capsys.readouterr().out
 
 
 def test_its_parameters_start_another_run(resumed: Done, address: str) -> None:

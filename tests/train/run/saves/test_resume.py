@@ -202,13 +202,20 @@ def test_a_run_with_experts_goes_on_as_if_it_had_not_stopped(folder: Path) -> No
 def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys: pytest.CaptureFixture[str]) -> None:
     copy = interrupted("whole", "my run [1]", 6)
     record = record_of(copy)
-    record["config"] |= {"workdir": "elsewhere", "resume_change": ["data"], "resume_from": 2, "resume": True}
+    # Fine-tuned runs have the name of a command, those of a user's own script any.
+    record["config"] |= {
+        "recipe": "finetune",
+        "workdir": "elsewhere",
+        "resume_change": ["data"],
+        "resume_from": 2,
+        "resume": True,
+    }
     record["config"]["distributed"]["coordinator"] = "10.0.0.1:1234"
     (copy / "config.json").write_text(json.dumps(record))
     for words in (["--resume", "--workdir", str(copy)], [f"--workdir={copy}", "--resume"]):
         assert main(words) == 0, words
         out = capsys.readouterr().out
-        assert f"resuming lm-tiny at step 6 of {STEPS}" in out
+        assert f"resuming finetune at step 6 of {STEPS}" in out
         assert "changed since" not in plain(out)
     assert untrained == [(6, 6), (6, 6)]
     after = record_of(copy)["config"]
