@@ -153,7 +153,7 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
     [
         ("vit", "no images are named"),
         ("vit no_such", "no file or folder no_such"),
-        ("vit empty", "empty has no image in it (.bmp"),
+        ("vit empty", "empty has no image in it"),
         ("vit prose.txt", "prose.txt lists no image file (its first line is 'once upon')"),
         ("vit blank.txt", "it is empty"),
         ("nothing digits", "no run and no weights there"),
@@ -364,6 +364,17 @@ def test_scores_are_those_of_their_definitions() -> None:
     six = np.eye(7, dtype=np.float32)[[0]] + np.arange(7, dtype=np.float32) / 100
     ranks = [scores(six, np.array([label]), list("abcdefg"))["top5_accuracy"] for label in range(7)]
     assert ranks == [1, 0, 0, 1, 1, 1, 1]
+    # Equal logits: the first classes count, as argmax has it.
+    level = np.zeros((10, 10), np.float32)
+    assert scores(level, np.arange(10), list("abcdefghij"))["top5_accuracy"] == 0.5
+    assert scores(level, np.arange(10), list("abcdefghij"))["classes"][0]["recall"] == 1
+    # Logits that are no numbers: accuracy is as argmax has it, and calibration is that of the others.
+    torn = np.where(np.arange(10)[:, None] < 2, np.nan, 9 * np.eye(10, dtype=np.float32))
+    report = scores(torn, np.arange(10), list("abcdefghij"))
+    assert (report["not_finite"], report["ece"] < 0.01, report["top5_accuracy"]) == (2, True, 1)
+    assert [row["recall"] for row in report["classes"]] == [1, 0, *[1] * 8]
+    none = scores(np.full((3, 6), np.nan), np.arange(3), list("abcdef"))
+    assert (none["not_finite"], none["ece"], none["top5_accuracy"]) == (3, None, 1)
     many = scores(
         np.eye(30, dtype=np.float32), (np.arange(30) + (np.arange(30) < 2)) % 30, [f"c{i}" for i in range(30)]
     )

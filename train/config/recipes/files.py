@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mupax.buckets import path_of
+from mupax.train.config import data_sizes
 from mupax.train.config.recipes import RECIPES
-from mupax.train.config.record import from_json, model_to_json, to_json
+from mupax.train.config.record import from_json, model_to_json, to_json, with_current_pixels
 from mupax.train.config.run import Config
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
@@ -37,12 +38,21 @@ def recipe(path: str) -> Callable[[], Config]:
 
     def load() -> Config:
         try:
-            return from_json(_over(_start(fields), fields))
+            return from_json(_over(_start(fields), with_current_pixels(fields)))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
     load.__doc__ = f"The config of {path}."
     return load
+
+
+def model_fields(path: str) -> frozenset[str]:
+    """Return the fields of the model that a file sets, `data_sizes.NAMED` where it names a model; raises as `recipe`."""
+    content = _read(path)
+    model = content.get("config", content).get("model", {})
+    if isinstance(model, str):
+        return data_sizes.NAMED
+    return frozenset({"family"} | model.keys()) if isinstance(model, dict) else frozenset({"family"})
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -137,6 +137,7 @@ def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> d
         family: what `transformers` calls its architecture.
     """
     size, square = model.image_size, {"height": model.image_size, "width": model.image_size}
+    pixels = pixels.resolved(size)
     resize = pixels.resize or (round(size * _CENTRE) if pixels.fit == "centre" else size)
     kind, cut = "SiglipImageProcessor" if family == "siglip" else "ViTImageProcessor", {}
     if pixels.fit != "squash" or resize != size:

@@ -238,7 +238,7 @@ def gradient(height: int, width: int) -> np.ndarray:
 
 
 def test_centre_crop_is_the_centre() -> None:
-    out = crops.fitted(PixelsConfig(), 28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
+    out = crops.fitted(PixelsConfig(fit="centre"), 28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
     assert out.shape == (28, 28, 3)
     assert np.allclose(out[:, :, 0].mean(), 15.5, atol=0.5)
     assert np.allclose(out[:, :, 1].mean(), 31.5, atol=0.5)
@@ -263,6 +263,7 @@ def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
     plain, other = load(path, augment=False), load(path, augment=False, pixels=pixels)
     assert plain.facts["class_names"] == other.facts["class_names"] == ["blue", "green", "red"]
     assert other.facts["pixels"] == dataclasses.asdict(pixels)
+    assert plain.facts["pixels"] == dataclasses.asdict(PixelsConfig(fit="edge", resize=14))  # round(8/7 x 12)
     image, _ = other.eval[int(other.eval_positions(range(1))[0])]
     raw = crops.fitted(pixels, 12)([image], np.zeros((1, images.NUMBERS)))[0]
     batch = other.eval_batch(0)["inputs"][0]
@@ -278,7 +279,9 @@ def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
         ({"std": (0.5, 0.0, 0.5)}, "write numbers above 0"),
         ({"mean": ()}, "write one number, or one per channel"),
         ({"fit": "edge", "resize": 11}, "data.pixels.resize 11 is less than the 12 pixels"),
-        ({"resize": 14}, "of the fits squash and edge"),
+        ({"fit": "centre", "resize": 14}, "of the fits squash and edge"),
+        ({"background": "whiet"}, "data.pixels.background is 'whiet'"),
+        ({"background": "#ffffff80"}, "or none"),
     ],
 )
 def test_pixels_that_fit_no_model_are_refused(pixels: dict, message: str, tmp_path: Path) -> None:
@@ -289,7 +292,7 @@ def test_pixels_that_fit_no_model_are_refused(pixels: dict, message: str, tmp_pa
 
 def test_random_crop_stays_inside_and_varies() -> None:
     numbers = np.random.default_rng(0).random((64, images.NUMBERS))
-    outs = crops.random_crop(9)([gradient(40, 60)] * 64, numbers)
+    outs = crops.RandomCrop(9)([gradient(40, 60)] * 64, numbers)
     assert outs.shape == (64, 9, 9, 3)
     width = np.abs(outs[:, 0, -1, 0] - outs[:, 0, 0, 0]) * 9 / 8
     height = np.abs(outs[:, -1, 0, 1] - outs[:, 0, 0, 1]) * 9 / 8
@@ -304,7 +307,7 @@ def test_random_crop_stays_inside_and_varies() -> None:
 @pytest.mark.parametrize("extreme", [0.0, 1 - 1e-9])
 def test_random_crop_of_any_shape(extreme: float) -> None:
     for shape in ((1, 50), (50, 1), (1, 1), (3, 400)):
-        out = crops.random_crop(5)([gradient(*shape)], np.full((1, images.NUMBERS), extreme))
+        out = crops.RandomCrop(5)([gradient(*shape)], np.full((1, images.NUMBERS), extreme))
         assert out.shape == (1, 5, 5, 3)
 
 
