@@ -152,9 +152,8 @@ def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
             yield image
     except MemoryError:
         raise
-    except (
-        Exception
-    ) as error:  # PIL's plugins raise whatever a damaged file leads them to: struct.error, KeyError, EOFError
+    # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError or EOFError.
+    except Exception as error:
         raise DataError(f"cannot read the image {name}: {error}. Remove or repair it") from error
 
 
