@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from mupax import disk, terminal
 from mupax.buckets import path_of
-from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, PixelsConfig, image_sizes
+from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, image_sizes, source
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ImageModel
@@ -71,7 +71,8 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     if not isinstance(config.model, ImageModel):
         return config
     if flags.has("resume") and (record := _recorded(config, flags)):
-        return _as_recorded(config, record)
+        name = flags.value("data.name") or config.data.name
+        return _as_recorded(config, record, name)
     named = flags.has("model") or in_file == NAMED
     if not in_file and not named and not flags.has("data.name"):
         return config  # a recipe fits its own data
@@ -153,9 +154,9 @@ def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
     return recorded if isinstance(recorded, dict) else {}
 
 
-def _as_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
+def _as_recorded(config: Config, recorded: Mapping[str, Any], data_name: str) -> Config:
     """Return the config with the sizes of a recorded run, and with its pixels where an older version recorded them."""
-    from mupax.train.config.record import pixels_from_json, with_current_pixels
+    from mupax.train.config.record import pixels_from_json
 
     before = recorded.get("model")
     if isinstance(before, Mapping):
@@ -165,10 +166,9 @@ def _as_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
         except ConfigError:  # another model, which the run itself will refuse
             return config
     data = recorded.get("data")
-    pixels = data.get("pixels") if isinstance(data, Mapping) else None
-    if isinstance(pixels, Mapping) and "background" not in pixels:
+    pixels = data.get("pixels", {}) if isinstance(data, Mapping) else None
+    if isinstance(pixels, Mapping) and "background" not in pixels and "pixels" in source(data_name).reads:
         assert isinstance(config.model, ImageModel)
-        now = with_current_pixels(recorded)["data"]["pixels"]
-        older = PixelsConfig() if now is None else pixels_from_json(now, config.model.image_size)
+        older = pixels_from_json(pixels, config.model.image_size)
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, pixels=older))
     return config

@@ -67,18 +67,21 @@ def pixels_from_json(fields: Mapping[str, Any], image_size: int) -> PixelsConfig
     return _make(PixelsConfig, "data.pixels.", fields if "background" in fields else _older_pixels(fields, image_size))
 
 
-def with_current_pixels(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded config whose `data.pixels` mean today what they meant when they were recorded.
+def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> dict[str, Any]:
+    """Return a config as JSON whose `data.pixels` mean today what they meant when they were recorded.
 
     Args:
-        config: as `to_json` gave it then. Fields that a person wrote into a file are not a record, and stay as they are.
+        config: as `to_json` gave it then.
+        is_record: whether every field that an older version had is there; a file that a person wrote has only some.
     """
     data, model = config.get("data"), config.get("model")
-    pixels = data.get("pixels") if isinstance(data, Mapping) else None
-    if not isinstance(data, Mapping) or not isinstance(pixels, Mapping) or not isinstance(model, Mapping):
+    if not isinstance(data, Mapping) or not isinstance(model, Mapping):
         return dict(config)
-    recorded = {field.name for field in dataclasses.fields(PixelsConfig)} - {"background"}
-    if "background" in pixels or not recorded <= pixels.keys():
+    pixels = data.get("pixels", {})
+    older_fields = {field.name for field in dataclasses.fields(PixelsConfig)} - {"background"}
+    if not isinstance(pixels, Mapping) or "background" in pixels:
+        return dict(config)
+    if not is_record and not older_fields <= pixels.keys():
         return dict(config)
     size = model.get("image_size")
     if "pixels" not in source(str(data.get("name"))).reads or not isinstance(size, int):

@@ -54,6 +54,8 @@ class ScalableImages(Images, Protocol):
 class ScaledView(Protocol):
     """A view that scales images down, and says how large they have to be for that."""
 
+    def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray, /) -> np.ndarray: ...
+
     def least_side(self, uniforms: np.ndarray, /) -> int:
         """Return the pixels that the shorter side of an image needs, by its uniforms."""
         ...

@@ -38,7 +38,7 @@ def recipe(path: str) -> Callable[[], Config]:
 
     def load() -> Config:
         try:
-            return from_json(_over(_start(fields), with_current_pixels(fields)))
+            return from_json(_over(_start(fields), with_current_pixels(fields, is_record=False)))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 

@@ -174,8 +174,8 @@ def decoded(
         channels: 1 for grey, 3 for colour.
         name: what an error calls it.
         background: a colour behind transparent pixels; none leaves out the transparency alone.
-        side: a JPEG may be drawn smaller, by a factor of 2, 4 or 8, if both sides keep as many pixels. That costs a
-            third of the time or less. All pixels unless given.
+        side: a JPEG may be drawn smaller, by a factor of 2, 4 or 8, if both sides keep as many pixels; that is quicker. All
+            pixels unless given.
 
     Raises:
         DataError: it is damaged, too large, of values without a range or no image that PIL knows.

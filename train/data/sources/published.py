@@ -169,9 +169,11 @@ def sizes(config: DataConfig) -> ImageSizes | None:
     import tensorflow_datasets as tfds
 
     features: Any = tfds.builder_from_directory(data_set.folder).info.features
-    pictures = [f for f in features.values() if isinstance(f, (tfds.features.Image, tfds.features.Tensor))]
-    pictures = [feature for feature in pictures if len(feature.shape) == 3]
-    labels = [feature for feature in features.values() if isinstance(feature, tfds.features.ClassLabel)]
+    kinds = (tfds.features.Image, tfds.features.Tensor)
+    pictures: list[Any] = [
+        feature for feature in features.values() if type(feature) in kinds and len(feature.shape) == 3
+    ]
+    labels: list[Any] = [feature for feature in features.values() if isinstance(feature, tfds.features.ClassLabel)]
     if len(pictures) != 1 or len(labels) != 1:
         return None
     height, width, channels = pictures[0].shape

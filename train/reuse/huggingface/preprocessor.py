@@ -1,7 +1,7 @@
 """Class names and preprocessing in the files of `transformers`: id2label of config.json, and preprocessor_config.json, both ways.
 
 Their processors scale the sides (`size` with height and width) or the shorter edge, cut the centre out, and normalize
-each channel. So do the fits `squash` and `edge`. Our fit `centre`, which cuts first, is written as the edge that comes nearest.
+each channel. So do the fits `squash` and `edge`, the default. The fit `centre`, which cuts first, is written as the edge that comes nearest.
 """
 
 from __future__ import annotations

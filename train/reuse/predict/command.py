@@ -87,7 +87,9 @@ def files(places: Sequence[Path]) -> list[Path]:
             listing = files_below(place)
             inside = [path for _, path in listing.files if is_image(path.name)]
             if not inside:
-                raise command_line.UsageError(f"{place} has no image in it")
+                raise command_line.UsageError(
+                    f"{place} has no image in it; give image files, or a folder that has some"
+                )
             no_images = {name: not_an_image(path.name) for name, path in listing.files if not is_image(path.name)}
             for line in summary(listing.skipped | no_images):
                 terminal.note(f"{place}: {line}")
