@@ -131,7 +131,10 @@ def _square(model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _F
         return {"image_size": sizes.side, "patch_size": patch}
     side = max(patch, min(sizes.side, _LARGEST))
     if patch_is_free and side > _PATCHES * patch:
-        patch = math.ceil(side / _PATCHES)
+        least = math.ceil(side / _PATCHES)
+        # One a little larger may divide the side, so that no pixels are lost.
+        near = range(least, least + least // 2 + 1)
+        patch = next((size for size in near if side % size == 0), least)
     return {"image_size": side - side % patch, "patch_size": patch}
 
 
