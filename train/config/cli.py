@@ -57,7 +57,13 @@ FILES = (".json", ".yaml", ".yml")
 """How the path of a config file ends."""
 
 
-def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_flags: Sequence[str] = ()) -> Command:
+def parse(
+    name: str,
+    recipe: Callable[[], Config],
+    argv: Sequence[str],
+    more_flags: Sequence[str] = (),
+    infers_sizes: bool = True,
+) -> Command:
     """The recipe with the flags of `argv` applied and checked, as far as can be known without JAX.
 
     Args:
@@ -65,6 +71,7 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
         recipe: makes the config that flags change.
         argv: the words after the recipe's name.
         more_flags: of a command that takes a recipe's too and has read its own, for a near match.
+        infers_sizes: whether a model of images takes its sizes from other data than the recipe's, as far as no flag sets them.
 
     Raises:
         SystemExit: code 0, after `--help` was printed.
@@ -74,6 +81,8 @@ def parse(name: str, recipe: Callable[[], Config], argv: Sequence[str], more_fla
     """
     prog = f"mupax train {name}"
     default, preset = _with_mix(_with_model(recipe(), argv), argv), None
+    if infers_sizes:
+        default = _with_sizes_of_data(default, name, argv)
     if any(":" in word for word in argv):  # perhaps --preset PRESET:NAME
         from mupax.train.config import tuned
 
@@ -231,6 +240,20 @@ def _with_mix(config: Config, argv: Sequence[str]) -> Config:
     if not mixes and config.data.mix and name not in (None, "mix"):
         return dataclasses.replace(config, data=dataclasses.replace(config.data, mix=()))
     return config
+
+
+def _with_sizes_of_data(config: Config, name: str, argv: Sequence[str]) -> Config:
+    """The recipe with classes, channels and image size of its data, where no flag and no file sets them."""
+    if config.model.task != "images":
+        return config
+    from mupax.train.config import data_sizes
+
+    in_file: frozenset[str] = frozenset()
+    if is_file(name):
+        from mupax.train.config.recipes import files
+
+        in_file = files.model_fields(name)
+    return data_sizes.applied(config, argv, in_file)
 
 
 def _check_read(config: Config, argv: Sequence[str]) -> None:

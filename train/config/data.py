@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import re
 from typing import Annotated, Literal, NamedTuple
@@ -14,6 +15,22 @@ from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ArraySpec, Task
 
 
+class ImageSizes(NamedTuple):
+    """Sizes that a data set of images asks of a model."""
+
+    num_classes: int
+    channels: int | None
+    """1 for grey, 3 for colour; None where a model may read either."""
+    side: int | None
+    """Pixels on a side, or on the shorter side of the median image; None where the data do not say."""
+    scaled: bool = True
+    """Whether images are scaled to the size of the model; otherwise it has to be theirs."""
+
+
+SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
+"""Fields of a model that its data may set."""
+
+
 class Source(NamedTuple):
     """A kind of data."""
 
@@ -23,6 +40,9 @@ class Source(NamedTuple):
     """What models of it read; None where only the data set itself can tell."""
     reads: frozenset[str]
     """The fields of `DataConfig` that it reads and not every one does. Any other is refused as a flag."""
+    sizes: ImageSizes | str | None = None
+    """Sizes that images ask of a model, or module:function that finds them: (DataConfig) -> `ImageSizes`, or None where the data
+    are not there."""
 
 
 _FOLDER = "mupax.train.data.sources"
@@ -31,17 +51,21 @@ _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 SOURCES: dict[str, Source] = {
     "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
-    "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}),
-    "shapes": Source(f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"})),
-    "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES),
-    "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES),
-    "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES),
+    "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}, ImageSizes(10, 1, 8, scaled=False)),
+    "shapes": Source(
+        f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
+    ),
+    "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES, ImageSizes(10, 3, 32, scaled=False)),
+    "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES, ImageSizes(10, 1, 28, scaled=False)),
+    "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES, f"{_FOLDER}.idx:sizes"),
     "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | {"field", "mix", "stream", "on_broken"}),
     "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
     "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
     "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | {"field", "on_broken"}),
     "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | {"field", "on_broken"}),
-    "images:PATH": Source(f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}),
+    "images:PATH": Source(
+        f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}, f"{_FOLDER}.folders:sizes"
+    ),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
 _PUBLISHED: dict[str, Task] = {
@@ -67,7 +91,20 @@ def source(name: str) -> Source:
     task = _PUBLISHED.get(kind.partition("/")[0])
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
-    return Source(f"{_FOLDER}.published:tfds_data", task, reads)
+    return Source(f"{_FOLDER}.published:tfds_data", task, reads, f"{_FOLDER}.published:sizes")
+
+
+def image_sizes(config: DataConfig) -> ImageSizes | None:
+    """Return the sizes that the data of a config ask of a model of images, or `None` where they are not known.
+
+    Raises:
+        DataError: data that are there and cannot be read.
+    """
+    sizes = source(config.name).sizes
+    if not isinstance(sizes, str):
+        return sizes
+    module, _, name = sizes.partition(":")
+    return getattr(importlib.import_module(module), name)(config)
 
 
 Fit = Literal["centre", "squash", "edge"]
@@ -77,25 +114,47 @@ Interpolation = Literal["nearest", "lanczos", "bilinear", "bicubic", "box", "ham
 
 _LARGEST = 2**14
 """Pixels on a side."""
+_BACKGROUNDS = ("white", "black", "none")
+"""Those that are known without PIL."""
+_EDGE = 8 / 7
+"""The shorter edge of a scaled image over the side of its centre that is cut out."""
+
+
+def _is_colour(name: str) -> bool:
+    from PIL import ImageColor
+
+    try:
+        return len(ImageColor.getrgb(name)) == 3  # a fourth number would be its own transparency
+    except ValueError:
+        return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PixelsConfig:
     """What becomes of an image file before a model reads it. Training crops at random in place of the fit."""
 
-    fit: Fit = "centre"
-    """Made square as the central 7/8 of the shorter side, by squashing the whole image, or by scaling the shorter edge and cutting."""
+    fit: Fit = "edge"
+    """How an image is made square: edge scales its shorter edge and cuts the centre out, squash scales all of it, centre cuts the
+    central 7/8 of the shorter side first, which Hugging Face's files cannot say."""
     resize: int | None = None
-    """squash, edge: pixels that the sides, or the shorter edge, are scaled to before the centre is cut out; the model's unless given."""
+    """Pixels that the shorter edge (edge) or both sides (squash) are scaled to before the centre is cut out. Unless given, edge takes
+    8/7 of the model's size, rounded, and squash the model's size."""
     interpolation: Interpolation = "bilinear"
     """How the image is scaled: by one of PIL's ways, or as TensorFlow's area, with sides of whole numbers nearest and levels rounded down."""
     mean: tuple[float, ...] = (0.5,)
     """Subtracted from values in [0, 1]; one number, or one per channel."""
     std: tuple[float, ...] = (0.5,)
     """What is left is divided by it; one number, or one per channel."""
+    background: str = "white"
+    """Colour behind transparent pixels, by its name or as #rrggbb. none reads the colours that transparent pixels hide, as
+    Hugging Face's processors do."""
 
     def __post_init__(self) -> None:
         at_least("data.pixels.", self, 1, "resize")
+        if self.background not in _BACKGROUNDS and not _is_colour(self.background):
+            raise ConfigError(
+                f"data.pixels.background is {self.background!r:.60}; write the name of a colour such as white, #rrggbb, or none"
+            )
         if self.fit == "centre" and self.resize is not None:
             raise ConfigError("data.pixels.resize is of the fits squash and edge; add --data.pixels.fit edge")
         for name in ("mean", "std"):
@@ -104,6 +163,16 @@ class PixelsConfig:
                 raise ConfigError(f"data.pixels.{name} is {values}; write one number, or one per channel")
         if not all(value > 0 for value in self.std):
             raise ConfigError(f"data.pixels.std is {self.std}; write numbers above 0")
+
+    def resolved(self, size: int) -> PixelsConfig:
+        """Return the same settings with the default of `resize` written out.
+
+        Args:
+            size: pixels on a side of what the model reads.
+        """
+        if self.fit != "edge" or self.resize is not None:
+            return self
+        return dataclasses.replace(self, resize=round(_EDGE * size))
 
     def check(self, size: int, channels: int) -> None:
         """Refuse what does not fit a model.

@@ -13,7 +13,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from mupax.train.config.data import PixelsConfig
+from mupax.train.config.data import SIZES_OF_IMAGES, PixelsConfig, source
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
@@ -48,7 +48,7 @@ def from_json(fields: Mapping[str, Any]) -> Config:
         ConfigError: a field that no config has, one without a default that is missing, a value of another type, or values
             that do not fit together.
     """
-    fields = _object("the config", fields)
+    fields = with_current_pixels(_object("the config", fields))
     return _make(Config, "", {**fields, "model": model_from_json(fields.get("model", {}))})
 
 
@@ -69,9 +69,49 @@ def run_config(run_record: Mapping[str, Any]) -> Config:
     return from_json(run_record["config"])
 
 
-def pixels_from_json(fields: Mapping[str, Any]) -> PixelsConfig:
-    """The `PixelsConfig` whose fields a record holds; raises as `from_json`."""
-    return _make(PixelsConfig, "data.pixels.", _object("data.pixels", fields))
+OLDER_PIXELS = PixelsConfig(fit="centre", background="none")
+"""How images were read before `background` was a field: its absence from a record says so."""
+
+
+def pixels_from_json(fields: Mapping[str, Any], image_size: int) -> PixelsConfig:
+    """Return the `PixelsConfig` whose fields a record holds; raises as `from_json`.
+
+    Args:
+        fields: of the record, perhaps of an older version.
+        image_size: of the model, in pixels.
+    """
+    fields = _object("data.pixels", fields)
+    return _make(PixelsConfig, "data.pixels.", fields if "background" in fields else _older_pixels(fields, image_size))
+
+
+def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> dict[str, Any]:
+    """Return a config as JSON whose `data.pixels` mean today what they meant when they were recorded.
+
+    Args:
+        config: as `to_json` gave it then.
+        is_record: whether every field that an older version had is there; a file that a person wrote has only some.
+    """
+    data, model = config.get("data"), config.get("model")
+    if not isinstance(data, Mapping) or not isinstance(model, Mapping):
+        return dict(config)
+    pixels = data.get("pixels", {})
+    older_fields = {field.name for field in dataclasses.fields(PixelsConfig)} - {"background"}
+    if not isinstance(pixels, Mapping) or "background" in pixels:
+        return dict(config)
+    if not is_record and not older_fields <= pixels.keys():
+        return dict(config)
+    size = model.get("image_size")
+    if "pixels" not in source(str(data.get("name"))).reads or not isinstance(size, int):
+        return {**config, "data": {name: value for name, value in data.items() if name != "pixels"}}
+    return {**config, "data": {**data, "pixels": _older_pixels(pixels, size)}}
+
+
+def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
+    """Return the fields of older pixels with what was not written out then."""
+    older = {"fit": OLDER_PIXELS.fit, "background": OLDER_PIXELS.background, **fields}
+    if older["fit"] == "edge" and older.get("resize") is None:
+        older["resize"] = image_size
+    return older
 
 
 def preset_from_json(fields: Mapping[str, Any]) -> PresetConfig:
@@ -86,8 +126,12 @@ def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
         before: a recorded config, as `to_json` gave it then.
         now: a config of this version, as `to_json` gives it.
     """
+    return _filled(with_current_pixels(before), now)
+
+
+def _filled(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: completed(before[name], value)
+        name: _filled(before[name], value)
         if isinstance(value, dict) and isinstance(before.get(name), dict)
         else before.get(name, value)
         for name, value in now.items()
@@ -194,7 +238,11 @@ def words(config: Config) -> list[str] | None:
         flags += ["--data.name", shlex.quote(config.data.name)] if data != RECIPES[config.recipe]().data else []
     if base.model.family != config.model.family:
         return None
-    for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved())):
+    changed = {name: value for name, _, value in differences(to_json(base.resolved()), to_json(config.resolved()))}
+    if config.model.task == "images" and config.data.name != RECIPES[config.recipe]().data.name:
+        # Written out even where they are the recipe's: a command without them takes them from the data.
+        changed |= {f"model.{name}": getattr(config.model, name) for name in SIZES_OF_IMAGES}
+    for name, value in changed.items():
         owner, dot, field = name.replace("_", "-").rpartition(".")
         if name.partition(".")[0] in ELSEWHERE:
             continue

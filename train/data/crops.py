@@ -17,28 +17,49 @@ _INCEPTION_RATIO = (0.75, 1.33)
 _EVAL_CROP = 224 / 256
 
 
-def random_crop(size: int, interpolation: Interpolation = "bilinear") -> View:
-    """Random-resized crop (Szegedy et al. 2015), mirrored half of the time.
+class RandomCrop:
+    """View of a random-resized crop (Szegedy et al. 2015), mirrored half of the time.
 
     Args:
         size: pixels on a side of what comes out.
         interpolation: how the crop is scaled to it.
     """
 
-    def view(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
-        return np.stack([one(image, *row) for image, row in zip(images, uniforms, strict=True)])
+    def __init__(self, size: int, interpolation: Interpolation = "bilinear") -> None:
+        self._size = size
+        self._interpolation: Interpolation = interpolation
 
-    def one(image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
+    def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
+        """Return the crops, float32 [B, size, size, C]; the arguments are those of a `View`."""
+        return np.stack([self._crop(image, *row) for image, row in zip(images, uniforms, strict=True)])
+
+    def least_side(self, uniforms: np.ndarray) -> int:
+        """Return how many pixels the shorter side of an image needs for its crop to be scaled down and not up.
+
+        Args:
+            uniforms: of the image, float64 [NUMBERS].
+        """
+        area, ratio = _area_and_ratio(*uniforms[3:5])
+        # Of a square image, the least favourable, the crop's shorter side is this share of the side.
+        share = math.sqrt(area * min(ratio, 1 / ratio))
+        return math.ceil(self._size / share)
+
+    def _crop(self, image: np.ndarray, u: float, v: float, mirror: float, a: float, r: float) -> np.ndarray:
         H, W, _ = image.shape
-        area = H * W * (_CROP_AREA[0] + a * (_CROP_AREA[1] - _CROP_AREA[0]))
-        ratio = math.exp(math.log(_CROP_RATIO[0]) + r * math.log(_CROP_RATIO[1] / _CROP_RATIO[0]))
+        share, ratio = _area_and_ratio(a, r)
+        area = H * W * share
         h, w = min(H, round(math.sqrt(area / ratio))), min(W, round(math.sqrt(area * ratio)))
         h, w = max(1, h), max(1, w)
         top, left = int(u * (H - h + 1)), int(v * (W - w + 1))
-        crop = _resized(image, (left, top, left + w, top + h), (size, size), interpolation)
+        crop = _resized(image, (left, top, left + w, top + h), (self._size, self._size), self._interpolation)
         return crop[:, ::-1] if mirror < 0.5 else crop
 
-    return view
+
+def _area_and_ratio(a: float, r: float) -> tuple[float, float]:
+    """Return a crop's share of the image's area, and its width over its height, from two uniforms."""
+    share = _CROP_AREA[0] + a * (_CROP_AREA[1] - _CROP_AREA[0])
+    ratio = math.exp(math.log(_CROP_RATIO[0]) + r * math.log(_CROP_RATIO[1] / _CROP_RATIO[0]))
+    return share, ratio
 
 
 def training(config: DataConfig, size: int) -> View:
@@ -49,9 +70,7 @@ def training(config: DataConfig, size: int) -> View:
         size: pixels on a side of what comes out.
     """
     return (
-        inception_crop(size)
-        if config.transforms.crop == "inception"
-        else random_crop(size, config.pixels.interpolation)
+        inception_crop(size) if config.transforms.crop == "inception" else RandomCrop(size, config.pixels.interpolation)
     )
 
 
@@ -116,6 +135,7 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
         size: pixels on a side of what comes out.
     """
     fit: Callable[[np.ndarray], np.ndarray]
+    pixels = pixels.resolved(size)
 
     def centre(image: np.ndarray) -> np.ndarray:
         H, W, _ = image.shape

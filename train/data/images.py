@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -38,6 +38,26 @@ class Images(Protocol):
 
     def __getitem__(self, i: int, /) -> tuple[np.ndarray, int]:
         """(uint8 [h, w, C], label)."""
+        ...
+
+
+@runtime_checkable
+class ScalableImages(Images, Protocol):
+    """Labelled images that can be decoded at less than their full size, which is quicker."""
+
+    def at_least(self, i: int, side: int | None, /) -> tuple[np.ndarray, int]:
+        """Return an image whose sides both have so many pixels at least, and its label; the full image where `side` is None."""
+        ...
+
+
+@runtime_checkable
+class ScaledView(Protocol):
+    """A view that scales images down, and says how large they have to be for that."""
+
+    def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray, /) -> np.ndarray: ...
+
+    def least_side(self, uniforms: np.ndarray, /) -> int:
+        """Return the pixels that the shorter side of an image needs, by its uniforms."""
         ...
 
 
@@ -108,7 +128,11 @@ class ImageData(LabelledData):
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Raw float32 [b, H, W, C] and int32 [b] of the images at `positions`."""
-        examples = [source[int(i)] for i in positions]
+        if isinstance(source, ScalableImages) and isinstance(view, ScaledView):
+            sides = [view.least_side(row) for row in uniforms]
+            examples = [source.at_least(int(i), side) for i, side in zip(positions, sides, strict=True)]
+        else:
+            examples = [source[int(i)] for i in positions]
         labels = np.array([label for _, label in examples], np.int32)
         return view([image for image, _ in examples], uniforms), labels
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from mupax.paths import path_of
 from mupax.train import data as sources
 from mupax.train.data import cache
 from mupax.train.data.interface import Data, DataError
@@ -39,11 +38,20 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
             part, field=type(run_data).field
         )  # its messages are not where the texts of records are
     try:
-        if place.startswith("images:") and (folder := path_of(place.removeprefix("images:"))).is_dir():
+
+        def note_of_set(text: str) -> None:
+            note(f"{name}: {text}")
+
+        if place.startswith("images:"):
             from mupax.train.data.sources import folders
 
-            _check_classes(data.class_names, folders.split(folder)[2])
-        loaded = sources.load(part, config.model, seed=config.data_seed, note=lambda text: note(f"{name}: {text}"))
+            folder = folders.to_evaluate(place, data.facts)
+            classes = data.class_names or folder.classes
+            _check_classes(classes, folder.classes, some=True)
+            folder = folder.labelled_as(classes)
+            loaded: Data = folders.opened(folder, part, config.model, config.data_seed, note_of_set)
+        else:
+            loaded = sources.load(part, config.model, seed=config.data_seed, note=note_of_set)
         if (tokenizer := data.facts.get("tokenizer")) != (here := loaded.facts.get("tokenizer")):
             raise DataError(
                 f"{place} is cut into tokens of {here}, and the run's data into those of {tokenizer}; leave it out"
@@ -54,8 +62,19 @@ def load(name: str, config: Config, data: Data, note: cache.Note = print) -> Dat
     return loaded
 
 
-def _check_classes(classes: list[str] | None, here: list[str] | None) -> None:
-    """Refuse classes that are not the run's: label 3 would mean something else."""
+def _check_classes(classes: list[str] | None, here: list[str] | None, some: bool = False) -> None:
+    """Refuse classes that are not the run's: label 3 would mean something else.
+
+    Args:
+        classes: of the run.
+        here: of the set.
+        some: whether the set may have fewer.
+    """
+    if some and classes is not None and here is not None:
+        from mupax.train.data.sources.folders import nfc
+
+        if set(map(nfc, here)) <= set(map(nfc, classes)):
+            return
     if classes is not None and here != classes:
         shown = (", ".join(names[:8]) + (" …" if len(names) > 8 else "") for names in (here or ["unknown"], classes))
         raise DataError(

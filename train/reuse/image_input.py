@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mupax.train.config.data import PixelsConfig
-from mupax.train.config.record import pixels_from_json
+from mupax.train.config.record import OLDER_PIXELS, pixels_from_json
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ImageModel
 
@@ -80,9 +80,9 @@ def recorded(fields: Mapping[str, Any], model: ImageModel, where: str) -> ImageI
     names, pixels = fields.get("class_names"), fields.get("pixels")
     try:
         if pixels is not None:
-            settings = pixels_from_json(pixels)
+            settings = pixels_from_json(pixels, model.image_size)
         else:
-            settings = PixelsConfig() if str(fields.get("name")).startswith(("images:", "imagenet")) else ONE_SIZE
+            settings = OLDER_PIXELS if str(fields.get("name")).startswith(("images:", "imagenet")) else ONE_SIZE
         settings.check(model.image_size, model.channels)
         return ImageInput(None if names is None else checked_names(names, model), settings)
     except ConfigError as error:

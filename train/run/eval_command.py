@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.paths import path_of
 from mupax.train.checkpoints.command import ModelFlags
 from mupax.train.config import cli
 from mupax.train.config.run import Config
@@ -76,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     args = dataclasses.replace(args, workdir=hub.local(args.workdir, args.revision))
     opened = functools.partial(pretrained.find, args.workdir, args.step, args.average)
     saved = restored("eval", "--step, --ema, --json", rest, opened)
+    if not any(word.partition("=")[0] in ("--data.eval-examples", "--data.eval_examples") for word in rest):
+        saved = _on_all_images(saved)
     if saved.config.data.name in pretrained.NO_DATA.values():
         raise command_line.UsageError(
             f"{args.workdir} holds weights, which have no data of their own; add --data.name {saved.config.data.name}PATH"
@@ -143,12 +144,20 @@ def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[],
     tokenizer = cli.value_of("--data.tokenizer", rest)
     if tokenizer is not None and saved.step is None:  # the separator beside weights is a token of their own tokenizer
         start = dataclasses.replace(start, data=dataclasses.replace(start.data, separator=None))
-    config = cli.parse(command, lambda: start, rest).config
+    config = cli.parse(command, lambda: start, rest, infers_sizes=False).config
     if tokenizer is not None and saved.step is not None and tokenizer == recorded_tokenizer(saved.workdir):
         # Named as when the run began; bpe:SIZE would make another one of other text.
         own = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
         config = dataclasses.replace(config, data=own)
     return saved._replace(config=config)
+
+
+def _on_all_images(saved: Any) -> Any:
+    """The checkpoint without the run's own limit of evaluation examples, if another folder of images is meant."""
+    data = saved.config.data
+    if not data.name.startswith("images:") or data.name == saved.facts.get("name"):
+        return saved
+    return saved._replace(config=dataclasses.replace(saved.config, data=dataclasses.replace(data, eval_examples=None)))
 
 
 def recorded_tokenizer(workdir: Path) -> str | None:
@@ -198,13 +207,10 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     config = saved.config
     program = assemble(config)
     named = saved.facts.get("class_names")
-    if named and config.data.name.startswith("images:"):
-        from mupax.train.data.sources import folders
-
-        check_classes(
-            named, folders.split(path_of(config.data.name.removeprefix("images:")))[2], saved, config.data.name
-        )
-    data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
+    if config.data.name.startswith("images:"):
+        data = _images(saved, console)
+    else:
+        data = data_sources.load(config.data, config.model, seed=config.data_seed, note=console.print)
     tokenizer, here = saved.facts.get("tokenizer"), data.facts.get("tokenizer")
     if tokenizer is not None and tokenizer != here:
         raise DataError(
@@ -253,6 +259,31 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
         **({"sets": further} if further else {}),
         "seconds": time.monotonic() - began,
     }
+
+
+def _images(saved: Any, console: Any) -> Any:
+    """The images of a folder to evaluate a checkpoint on, with the labels of its classes.
+
+    Raises:
+        DataError: the folder has classes that are not the checkpoint's, or images that cannot be read.
+    """
+    from mupax.train.data.sources import folders
+
+    config, named = saved.config, saved.facts.get("class_names")
+    folder = folders.to_evaluate(config.data.name, saved.facts)
+    lines = []
+    if named:
+        ours = set(map(folders.nfc, named))
+        if not ours.issuperset(folder.classes):
+            check_classes(named, folder.classes, saved, config.data.name)
+        lines = folders.without_images(folder, named)
+        folder = folder.labelled_as(named)
+    folder = folder._replace(notes=[*folder.notes, *lines])
+
+    def say(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    return folders.opened(folder, config.data, config.model, config.data_seed, say)
 
 
 def _numbers(data: Any, scores: Any) -> dict[str, Any]:
@@ -313,7 +344,12 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
         **({"top-5 accuracy": f"{100 * numbers['top5_accuracy']:.2f} %"} if "top5_accuracy" in numbers else {}),
         **(
             {"calibration": f"{100 * numbers['ece']:.2f} % expected error of the confidence"}
-            if "ece" in numbers
+            if numbers.get("ece") is not None
+            else {}
+        ),
+        **(
+            {"not finite": f"{numbers['not_finite']:,} images whose logits are NaN or infinite"}
+            if "not_finite" in numbers
             else {}
         ),
         "examples": f"{numbers['examples']:,}, {numbers['targets']:,} targets",
@@ -340,3 +376,4 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
         from mupax.train.reuse.predict import scores
 
         terminal.say(f"\n{terminal.table(scores.table(numbers['classes']), left=('class', 'taken for'))}")
+        terminal.say(scores.listed(numbers["classes"]))

@@ -155,7 +155,7 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
     [
         ("vit", "no images are named"),
         ("vit no_such", "no file or folder no_such"),
-        ("vit empty", "empty has no image in it (.bmp"),
+        ("vit empty", "empty has no image in it"),
         ("vit prose.txt", "prose.txt lists no image file (its first line is 'once upon')"),
         ("vit blank.txt", "it is empty"),
         ("nothing digits", "no run and no weights there"),
@@ -349,6 +349,74 @@ def test_classes_that_are_not_the_runs_are_refused(tuned: dict[str, Any]) -> Non
     assert "other data than the run's" in out
 
 
+@pytest.fixture(scope="module")
+def coloured(folder: Path) -> str:
+    """A run on images in colour, of which no flag says so; `held` has 60 others of the same classes."""
+    draw = np.random.default_rng(0)
+    for place, count in (("mine", 20), ("held", 30)):
+        for channel, name in enumerate(("red", "green")):
+            (folder / place / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = draw.integers(0, 90, (8, 8, 3)).astype(np.uint8)
+                pixels[..., channel] += 120
+                Image.fromarray(pixels).save(folder / place / name / f"{place}{i}.png")
+    return f"vit-digits {SMALL} --data.name images:mine --data.eval-examples 2 --optimizer.warmup-steps 1 --workdir coloured"
+
+
+def test_sizes_of_the_model_come_from_the_folder(coloured: str) -> None:
+    code, _, err = run(*coloured.split(), "--steps", "2", "--data.evaluate", "held=images:held")
+    assert code == 0, err
+    assert "--model.channels" in err
+    config = config_of("coloured")
+    assert [config["model"][name] for name in ("num_classes", "channels", "image_size")] == [2, 3, 8]
+    facts = json.loads(Path("coloured/config.json").read_text())["data"]
+    assert (facts["pixels"]["fit"], facts["pixels"]["resize"], facts["sets"]["held"]["eval_images"]) == ("edge", 9, 60)
+
+
+def test_another_folder_is_scored_whole_and_the_runs_own_where_it_was_held_out(coloured: str) -> None:
+    held_out = json.loads(Path("coloured/config.json").read_text())["data"]["eval_images"]
+    shutil.copytree("held", "parts/test", dirs_exist_ok=True)
+    shutil.copytree("mine", "parts/train", dirs_exist_ok=True)
+    shutil.copytree("held/red", "one/red", dirs_exist_ok=True)
+    for name, examples, line in (
+        ("held", 60, "all 60 images of held"),
+        ("parts", 60, "train is not used"),
+        ("one", 30, "no images of green"),
+        (str(Path("mine").absolute()), held_out, f"the {held_out} held-out images"),
+    ):
+        words = ["--data.eval-examples", "99"] if examples == held_out else []
+        code, out, err = run("eval", "coloured", "--data.name", f"images:{name}", "--json", "eval.json", *words)
+        assert code == 0, err
+        assert json.loads(Path("eval.json").read_text())["examples"] == examples
+        assert line in out
+        assert "of 2 classes are listed" in out
+
+
+def test_a_run_of_an_older_version_keeps_how_it_read_images(coloured: str) -> None:
+    record = json.loads(Path("coloured/config.json").read_text())
+    for pixels in (record["config"]["data"]["pixels"], record["data"]["pixels"]):
+        del pixels["background"]
+        pixels |= {"fit": "centre", "resize": None}
+    Path("coloured/config.json").write_text(json.dumps(record))
+    code, out, err = run("eval", "coloured")
+    assert code == 0, err
+    code, out, err = run(*coloured.split(), "--steps", "3", "--resume", "--resume-change", "schedule")
+    assert code == 0, err
+    assert "changed since: data.pixels" not in out + err
+    record = json.loads(Path("coloured/config.json").read_text())
+    for pixels in (record["config"]["data"]["pixels"], record["data"]["pixels"]):
+        assert (pixels["fit"], pixels["background"]) == ("centre", "none")
+    # An older run on data that does not read such fields goes on too.
+    record = json.loads(Path("vit/config.json").read_text())
+    older = {"fit": "centre", "resize": None, "interpolation": "bilinear", "mean": [0.5], "std": [0.5]}
+    record["config"]["data"]["pixels"] = older
+    shutil.copytree("vit", "older")
+    Path("older/config.json").write_text(json.dumps(record))
+    words = f"vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir older --resume"
+    code, out, err = run(*words.split())
+    assert code == 0, err
+
+
 def test_scores_are_those_of_their_definitions() -> None:
     from mupax.train.reuse.predict.scores import scores, table
 
@@ -366,6 +434,17 @@ def test_scores_are_those_of_their_definitions() -> None:
     six = np.eye(7, dtype=np.float32)[[0]] + np.arange(7, dtype=np.float32) / 100
     ranks = [scores(six, np.array([label]), list("abcdefg"))["top5_accuracy"] for label in range(7)]
     assert ranks == [1, 0, 0, 1, 1, 1, 1]
+    # Equal logits: the first classes count, as argmax has it.
+    level = np.zeros((10, 10), np.float32)
+    assert scores(level, np.arange(10), list("abcdefghij"))["top5_accuracy"] == 0.5
+    assert scores(level, np.arange(10), list("abcdefghij"))["classes"][0]["recall"] == 1
+    # Logits that are no numbers: accuracy is as argmax has it, and calibration is that of the others.
+    torn = np.where(np.arange(10)[:, None] < 2, np.nan, 9 * np.eye(10, dtype=np.float32))
+    report = scores(torn, np.arange(10), list("abcdefghij"))
+    assert (report["not_finite"], report["ece"] < 0.01, report["top5_accuracy"]) == (2, True, 1)
+    assert [row["recall"] for row in report["classes"]] == [1, 0, *[1] * 8]
+    none = scores(np.full((3, 6), np.nan), np.arange(3), list("abcdef"))
+    assert (none["not_finite"], none["ece"], none["top5_accuracy"]) == (3, None, 1)
     many = scores(
         np.eye(30, dtype=np.float32), (np.arange(30) + (np.arange(30) < 2)) % 30, [f"c{i}" for i in range(30)]
     )

@@ -285,6 +285,7 @@ FIELDS: dict[str, Way] = {
     "data.on_broken": Shown("train/data/sources/test_folders.py", 'on_broken="skip"'),
     "data.pixels.fit": Shown("train/data/sources/test_folders.py", 'fit="squash"'),
     "data.pixels.resize": Shown("train/data/sources/test_folders.py", "resize=32"),
+    "data.pixels.background": Shown("train/data/sources/test_folders.py", 'background="black"'),
     "data.pixels.interpolation": Shown("train/data/sources/test_folders.py", 'interpolation="bicubic"'),
     "data.pixels.mean": Shown("train/data/sources/test_folders.py", "mean=(0.1, 0.2, 0.3)"),
     "data.pixels.std": Shown("train/data/sources/test_folders.py", "std=(0.5, 0.25, 1.0)"),

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mupax.buckets import path_of
+from mupax.train.config import data_sizes
 from mupax.train.config.recipes import RECIPES
-from mupax.train.config.record import from_json, model_to_json, to_json
+from mupax.train.config.record import from_json, model_to_json, to_json, with_current_pixels
 from mupax.train.config.run import Config
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
@@ -44,7 +45,8 @@ def recipe(path: str) -> Callable[[], Config]:
 
     def load() -> Config:
         try:
-            return from_json(_over(_start(fields), _with_named_sources(fields)))
+            known = with_current_pixels(_with_named_sources(fields), is_record=False)
+            return from_json(_over(_start(fields), known))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
@@ -69,6 +71,15 @@ def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:
 
     load.__doc__ = f"Go on with the run of {path}."
     return load
+
+
+def model_fields(path: str) -> frozenset[str]:
+    """Return the fields of the model that a file sets, `data_sizes.NAMED` where it names a model; raises as `recipe`."""
+    content = _read(path)
+    model = content.get("config", content).get("model", {})
+    if isinstance(model, str):
+        return data_sizes.NAMED
+    return frozenset({"family"} | model.keys()) if isinstance(model, dict) else frozenset({"family"})
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mupax.paths import path_of
+from mupax.train.config.data import ImageSizes
 from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 from mupax.zoo.configs import ModelConfig
@@ -57,6 +58,22 @@ def own_files(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         config, model, seed, note: as `mupax.train.data.load` takes them; `config.name` is idx:FOLDER.
     """
     return _open(config, model, seed, path_of(config.name.removeprefix("idx:")), None, images.jitter)
+
+
+def sizes(config: DataConfig) -> ImageSizes | None:
+    """Return the sizes of a model for a folder of IDX files; `None` where the files are not there or not of squares.
+
+    Args:
+        config: whose name is idx:FOLDER.
+    """
+    folder = path_of(config.name.removeprefix("idx:"))
+    try:
+        pictures, labels, test_labels = (array(folder / FILES[i]) for i in (0, 1, 3))
+    except DataError:  # the run says it
+        return None
+    if pictures.ndim != 3 or pictures.shape[1] != pictures.shape[2] or not labels.size or not test_labels.size:
+        return None
+    return ImageSizes(int(max(labels.max(), test_labels.max())) + 1, 1, pictures.shape[1], scaled=False)
 
 
 def _open(

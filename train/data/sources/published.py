@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from mupax.paths import is_remote, path_of
-from mupax.train.config.data import SOURCES
+from mupax.train.config.data import SOURCES, ImageSizes
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError
 from mupax.train.data.sources import folders, text
@@ -43,7 +43,9 @@ class DataSet(NamedTuple):
     splits: dict[str, str]
 
 
-def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int) -> images.Images:
+def labelled(
+    sources: Sequence[Sequence], image: str, label: str, channels: int, background: str = "white"
+) -> images.Images:
     """Labelled images of TFDS data sources, one after the other.
 
     Args:
@@ -51,12 +53,13 @@ def labelled(sources: Sequence[Sequence], image: str, label: str, channels: int)
         image: name of the image's feature: bytes of an image file, or pixels.
         label: name of the label's feature.
         channels: channels to decode image files to.
+        background: of transparent pixels in image files, as `data.pixels.background` names it.
     """
 
     def read(i: int, record: dict[str, Any]) -> tuple[np.ndarray, int]:
         pixels = record[image]
         if isinstance(pixels, bytes):
-            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set")
+            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set", background)
         return pixels, int(record[label])
 
     records: Any = grain.MapDataset.concatenate([grain.MapDataset.source(source) for source in sources])
@@ -144,13 +147,15 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     if (height, width) == (size, size):
         views, pixels = (images.jitter if channels == 1 else images.shift_and_flip, images.as_is), images.WHOLE
     else:
-        pixels = config.pixels
+        pixels = config.pixels.resolved(size)
         pixels.check(size, vision.channels)
         views = (crops.training(config, size), crops.fitted(pixels, size))
     # Image files stay bytes, for PIL to decode: TFDS would want OpenCV or TensorFlow.
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
     train, eval_ = (
-        labelled([builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels)
+        labelled(
+            [builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels, pixels.background
+        )
         for side in ("train", "eval")
     )
     return images.ImageData(
@@ -164,6 +169,37 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
         pixels=pixels,
         facts={"digest": data_set.digest},
     )
+
+
+def sizes(config: DataConfig) -> ImageSizes | None:
+    """Return the sizes of a model for a prepared TFDS data set of images; `None` for text, or where it is not prepared.
+
+    Args:
+        config: whose name is one that `find` finds.
+    """
+    base = path_of(config.data_dir) if config.data_dir else cache.data_sets(None)
+    name = config.name.partition(":")[0]
+    # Looked for first: to say which data sets there are takes seconds. What is in a bucket is fetched by the run.
+    if is_remote(base) or not any(_versions(base / folder) for folder in (name, CONFIGS.get(name, name))):
+        return None
+    try:
+        data_set = find(config.name, config.data_dir)
+    except DataError:  # the run says it
+        return None
+    import tensorflow_datasets as tfds
+
+    features: Any = tfds.builder_from_directory(data_set.folder).info.features
+    kinds = (tfds.features.Image, tfds.features.Tensor)
+    pictures: list[Any] = [
+        feature for feature in features.values() if type(feature) in kinds and len(feature.shape) == 3
+    ]
+    labels: list[Any] = [feature for feature in features.values() if isinstance(feature, tfds.features.ClassLabel)]
+    if len(pictures) != 1 or len(labels) != 1:
+        return None
+    height, width, channels = pictures[0].shape
+    # Images of any size are scaled to whatever the model has.
+    side = height if height == width else None
+    return ImageSizes(labels[0].num_classes, channels, side, scaled=side is None)
 
 
 def _feature(builder: Any, data_set: DataSet, kinds: tuple[type, ...], usual: str) -> str:

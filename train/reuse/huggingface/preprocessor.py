@@ -1,7 +1,7 @@
 """Class names and preprocessing in the files of `transformers`: id2label of config.json, and preprocessor_config.json, both ways.
 
 Their processors scale the sides (`size` with height and width) or the shorter edge, cut the centre out, and normalize
-each channel. So do the fits `squash` and `edge`. Our fit `centre`, which cuts first, is written as the edge that comes nearest.
+each channel. So do the fits `squash` and `edge`, the default. The fit `centre`, which cuts first, is written as the edge that comes nearest.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ def to_huggingface(pixels: PixelsConfig, model: ImageModel, family: Family) -> d
         family: what `transformers` calls its architecture.
     """
     size, square = model.image_size, {"height": model.image_size, "width": model.image_size}
+    pixels = pixels.resolved(size)
     resize = pixels.resize or (round(size * _CENTRE) if pixels.fit == "centre" else size)
     kind, cut = "SiglipImageProcessor" if family == "siglip" else "ViTImageProcessor", {}
     if pixels.fit != "squash" or resize != size:

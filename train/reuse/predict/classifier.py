@@ -58,14 +58,20 @@ class Classifier:
                 rows = iter(self._probabilities(np.stack(whole)) if whole else ())
                 for path, image in zip(part, read, strict=True):
                     if isinstance(image, np.ndarray):
-                        yield Prediction(path, next(rows))
+                        probabilities = next(rows)
+                        if np.isfinite(probabilities).all():
+                            yield Prediction(path, probabilities)
+                        else:
+                            yield Prediction(
+                                path, None, f"the model has no answer for {path}: its logits are not finite"
+                            )
                     else:
                         yield Prediction(path, None, str(image))
 
     def _read(self, path: Path) -> np.ndarray | DataError:
         """A file as the model reads it, float32 [H, W, C], or what is wrong with it."""
         try:
-            image = folders.decoded(path, self.model.channels, str(path))
+            image = folders.decoded(path, self.model.channels, str(path), self.images.pixels.background)
         except DataError as error:
             return error
         raw = crops.fitted(self.images.pixels, self.model.image_size)([image], np.zeros((1, images.NUMBERS)))
@@ -82,8 +88,9 @@ class Classifier:
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     """Probabilities, float64 [b, classes], of logits [b, classes]."""
-    exp = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    return exp / exp.sum(axis=1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # rows that are not finite have no probabilities, but NaN
+        exp = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+        return exp / exp.sum(axis=1, keepdims=True)
 
 
 def classifier(path: Path, outline: Outline, step: Step | None, average: bool | None, batch_size: int) -> Classifier:

@@ -78,14 +78,21 @@ def files(places: Sequence[Path]) -> list[Path]:
     Raises:
         UsageError: one of them means none.
     """
-    from mupax.train.data.sources.folders import SUFFIXES
+    from mupax.train.data.records.listing import files_below, summary
+    from mupax.train.data.sources.folders import is_image, not_an_image
 
     paths: list[Path] = []
     for place in places:
         if place.is_dir():
-            inside = sorted(path for path in place.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+            listing = files_below(place)
+            inside = [path for _, path in listing.files if is_image(path.name)]
             if not inside:
-                raise command_line.UsageError(f"{place} has no image in it ({', '.join(SUFFIXES)})")
+                raise command_line.UsageError(
+                    f"{place} has no image in it; give image files, or a folder that has some"
+                )
+            no_images = {name: not_an_image(path.name) for name, path in listing.files if not is_image(path.name)}
+            for line in summary(listing.skipped | no_images):
+                terminal.note(f"{place}: {line}")
             paths += inside
         elif not place.exists():
             raise command_line.UsageError(

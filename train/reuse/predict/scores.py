@@ -42,21 +42,49 @@ def scores(logits: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> dic
 
     The expected calibration error is the mean over examples of |accuracy - mean confidence| of the bin that they are in. Of
     a class, `recall` is the share of its examples that are called so and `precision` the share of what is called so that is;
-    None where there are none.
+    None where there are none. Of equal logits the first class counts as the largest, and NaN is larger than any number: so
+    does accuracy. Where logits are not finite, `not_finite` is the number of such examples, and `ece` is that of the others.
 
     Args:
         logits: float32 [N, classes].
         targets: int [N].
         names: one per class.
     """
-    probabilities = softmax(logits)
-    guesses, confidence = probabilities.argmax(axis=1), probabilities.max(axis=1)
-    hits = guesses == targets
+    logits = np.asarray(logits)
+    guesses = logits.argmax(axis=1)
+    result: dict[str, Any] = {}
+    if logits.shape[1] > TOP:
+        result["top5_accuracy"] = float(np.mean(_ranks(logits, targets) < TOP))
+    finite = np.isfinite(logits).all(axis=1)
+    if not finite.all():
+        result["not_finite"] = int((~finite).sum())
+    result["ece"] = _calibration_error(logits[finite], guesses[finite] == targets[finite])
+    result["classes"] = _classes(guesses, targets, names)
+    return result
+
+
+def _ranks(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return how many classes come before each target, int [N], in the order that argmax goes by."""
+    # argmax takes NaN for the largest number and the first of equal ones.
+    ordered = np.where(np.isnan(logits), np.inf, logits)
+    own = ordered[np.arange(len(targets)), targets][:, None]
+    earlier = np.arange(logits.shape[1]) < targets[:, None]
+    return ((ordered > own) | ((ordered == own) & earlier)).sum(axis=1)
+
+
+def _calibration_error(logits: np.ndarray, hits: np.ndarray) -> float | None:
+    """Return the expected calibration error, or `None` without examples.
+
+    Args:
+        logits: finite, float32 [N, classes].
+        hits: whether the likeliest class is right, bool [N].
+    """
+    if not len(logits):
+        return None
+    confidence = softmax(logits).max(axis=1)
     bins = np.minimum((confidence * BINS).astype(int), BINS - 1)
     gaps = np.bincount(bins, confidence - hits, minlength=BINS)
-    rank = (logits > logits[np.arange(len(targets)), targets][:, None]).sum(axis=1)
-    top = {"top5_accuracy": float(np.mean(rank < TOP))} if logits.shape[1] > TOP else {}
-    return {**top, "ece": float(np.abs(gaps).sum() / len(targets)), "classes": _classes(guesses, targets, names)}
+    return float(np.abs(gaps).sum() / len(logits))
 
 
 def _classes(guesses: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -77,7 +105,31 @@ def _classes(guesses: np.ndarray, targets: np.ndarray, names: Sequence[str]) -> 
     return rows
 
 
-def table(classes: Sequence[dict[str, Any]], most: int = 20) -> list[Sequence[str]]:
+MOST = 20
+"""Classes that are listed."""
+
+
+def _with_examples(classes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in classes if row["examples"]]
+
+
+def listed(classes: Sequence[dict[str, Any]], most: int = MOST) -> str:
+    """Return how many of the classes `table` lists, and which.
+
+    Args:
+        classes: the rows of `scores`.
+        most: how many are listed at most.
+    """
+    rows = _with_examples(classes)
+    line = f"{min(len(rows), most)} of {len(classes)} classes are listed"
+    if len(rows) > most:
+        line += ", those of the least recall"
+    if len(rows) < len(classes):
+        line += f"; {len(classes) - len(rows)} have no images here"
+    return line
+
+
+def table(classes: Sequence[dict[str, Any]], most: int = MOST) -> list[Sequence[str]]:
     """The rows of `scores` to print, under a header; of many classes those of the least recall.
 
     Args:
@@ -89,7 +141,7 @@ def table(classes: Sequence[dict[str, Any]], most: int = 20) -> list[Sequence[st
     def share(value: float | None) -> str:
         return "" if value is None else f"{100 * value:.1f} %"
 
-    rows = [row for row in classes if row["examples"]]
+    rows = _with_examples(classes)
     if len(rows) > most:
         rows = sorted(rows, key=lambda row: row["recall"])[:most]
     lines: list[Sequence[str]] = [("class", "taken for", "examples", "recall", "precision")]

@@ -90,7 +90,9 @@ def command(argv: Sequence[str]) -> cli.Command:
         start, what = _images(args.folder, source, origin, origin.model)
     else:
         start, what = _text(args.folder, source, origin, has_tokenizer)
-    run = cli.parse(NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"])
+    run = cli.parse(
+        NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"], False
+    )
     tokens = "conversations in tokens" if run.config.data.name.startswith("chat:") else "tokens"
     what = what or f"{tokens} of {run.config.data.tokenizer}"
     peak = run.config.optimizer.peak_lr
@@ -145,22 +147,28 @@ def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> t
             f"{folder} is {'a file' if folder.is_file() else 'a folder without folders'}, and {source} holds a model of images; give a "
             "folder that has a folder of images per class"
         )
-    train, _, classes = folders.split(folder)
+    content = folders.split(folder)
+    classes = content.classes
     differ = origin.images.difference(classes)
-    steps = min(max(EPOCHS * math.ceil(len(train) / _IMAGE_BATCH), FEWEST), MOST)
-    data = DataConfig(name=f"images:{folder}", batch_size=_IMAGE_BATCH, pixels=origin.images.pixels)
+    steps = min(max(EPOCHS * math.ceil(len(content.train) / _IMAGE_BATCH), FEWEST), MOST)
+    pixels = origin.images.pixels
+    free = dataclasses.replace(pixels, resize=None)
+    if free.resolved(model.image_size) == pixels:  # so that another image size has its own default
+        pixels = free
+    data = DataConfig(name=f"images:{folder}", batch_size=_IMAGE_BATCH, pixels=pixels)
     resized: Any = dataclasses.replace(model, num_classes=len(classes))
     readout = f"new, {differ}" if differ else "the source's"
-    what = f"{len(train)} images of {len(classes)} classes, readout {readout}"
+    what = f"{len(content.train)} images of {len(classes)} classes, readout {readout}"
     return _config(folder, source, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 
 def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> tuple[Config, str]:
     if folder.is_dir() and not has_tokenizer:
-        from mupax.train.data.sources.folders import SUFFIXES
+        from mupax.train.data.records.listing import files_below
+        from mupax.train.data.sources.folders import is_image
 
-        names = [path.suffix.lower() for path in folder.rglob("*") if path.is_file()]
-        if names and all(suffix in SUFFIXES for suffix in names):
+        names = [name for name, _ in files_below(folder).files]
+        if names and all(map(is_image, names)):
             raise WeightsError(f"{source} holds a {origin.model.family}, which reads text, and {folder} has images")
     from mupax.train.data.chats import templates
     from mupax.train.data.chats.records import in_folder

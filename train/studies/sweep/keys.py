@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import json
 
-from mupax.train.config.data import PixelsConfig, TransformsConfig
-from mupax.train.config.record import to_json
+from mupax.train.config.data import PixelsConfig, TransformsConfig, source
+from mupax.train.config.record import OLDER_PIXELS, to_json
 from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig, StopConfig
 from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.lora.config import LoraConfig
@@ -25,7 +25,7 @@ _NEWER = {
 """Fields of models that rows were named without, and what those models had."""
 _NEWER_DATA = {
     "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
-    "pixels": PixelsConfig(), "mix": (), "document_mask": False, "reset_positions": False, "chat_template": None, "loss_on": "answers",
+    "pixels": OLDER_PIXELS, "mix": (), "document_mask": False, "reset_positions": False, "chat_template": None, "loss_on": "answers",
     "transforms": TransformsConfig(), "stream": False, "train_percent": 100, "special_tokens": "parse",
 }  # fmt: skip
 """The same of data."""
@@ -51,6 +51,10 @@ def key_of(config: Config, data_digest: str) -> str:
     for name, default in _NEWER_DATA.items():
         if getattr(bare.data, name) == default:
             del fields["data"][name]
+    if "pixels" not in source(bare.data.name).reads and bare.data.pixels == PixelsConfig():
+        fields["data"].pop("pixels", None)
+    elif bare.data.pixels.background == OLDER_PIXELS.background or not bare.data.name.startswith("images:"):
+        fields["data"].get("pixels", {}).pop("background", None)
     if bare.data.transforms.mix_group is None:
         fields["data"].get("transforms", {}).pop("mix_group", None)
     del fields["stop"], fields["resume_from"], fields["data"]["evaluate"]  # a point has none

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shutil
+import struct
+import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
 from mupax.train import data
+from mupax.train.config import cli
 from mupax.train.config.data import DataConfig, PixelsConfig
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.record import to_json
+from mupax.train.config.record import words as flags_of
 from mupax.train.data import cache, crops, images
 from mupax.train.data.records import corpus
 from mupax.train.data.sources import folders
@@ -228,6 +237,312 @@ def test_pictures_are_turned_as_their_camera_was(tmp_path: Path, suffix: str) ->
         assert (pixels[:, -5:] < -0.9).all()
 
 
+# Parts of a folder
+
+
+def greys(folder: Path, count: int = 3) -> Path:
+    """Small images, no two alike."""
+    folder.mkdir(parents=True)
+    for i in range(count):
+        Image.fromarray(np.full((8, 9), len(str(folder)) + 20 * i, np.uint8)).save(folder / f"{i}.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("train", "evaluation"),
+    [("train", "valid"), ("Train", "Test"), ("training", "validation"), ("training_set", "test_set"), ("trn", "dev")],
+)
+def test_names_of_parts_are_no_classes(train: str, evaluation: str, tmp_path: Path) -> None:
+    for part, count in ((train, 3), (evaluation, 2)):
+        for name in ("cat", "dog"):
+            greys(tmp_path / part / name, count)
+    greys(tmp_path / train / "emu")  # a class that is not evaluated is none the less one
+    folder = folders.split(tmp_path)
+    assert folder.classes == ["cat", "dog", "emu"]
+    assert (len(folder.train), len(folder.eval)) == (9, 4)
+    assert {label for _, _, label in folder.eval} == {0, 1}
+    assert train in folder.notes[0]
+    assert evaluation in folder.notes[0]
+
+
+def test_control_a_class_may_be_called_train(tmp_path: Path) -> None:
+    for name in ("bus", "car", "train"):
+        greys(tmp_path / name)
+    assert folders.split(tmp_path).classes == ["bus", "car", "train"]
+    greys(tmp_path / "test")
+    folder = folders.split(tmp_path)
+    assert folder.classes == ["bus", "car", "test", "train"]
+    assert "caution" in folder.notes[0]
+
+
+def test_a_part_that_is_not_used_is_named_and_two_of_a_kind_are_refused(tmp_path: Path) -> None:
+    for part in ("train", "val", "test"):
+        for name in "ab":
+            greys(tmp_path / part / name)
+    assert "test is not used" in folders.split(tmp_path).notes[0]
+    (tmp_path / "test").rename(tmp_path / "dev")
+    with pytest.raises(data.DataError, match="dev and val"):
+        folders.split(tmp_path)
+
+
+def test_test_images_without_classes_are_not_used(tmp_path: Path) -> None:
+    for name in "ab":
+        greys(tmp_path / "train" / name)
+    greys(tmp_path / "test")
+    folder = folders.split(tmp_path)
+    assert (folder.classes, len(folder.train), len(folder.eval)) == (["a", "b"], 4, 2)
+    assert "test is not used" in folder.notes[0]
+    (tmp_path / "train").rename(tmp_path / "val")
+    with pytest.raises(data.DataError, match="no folder of classes to train on"):
+        folders.split(tmp_path)
+
+
+def test_hidden_files_are_no_images(tmp_path: Path) -> None:
+    for name in ("a", "b", "__MACOSX", ".git", "a/.ipynb_checkpoints", "b/__MACOSX"):
+        greys(tmp_path / name)
+    (tmp_path / "a" / "._0.png").write_bytes(b"of a Mac")
+    folder = folders.split(tmp_path)
+    assert (folder.classes, len(folder.train) + len(folder.eval), folder.notes) == (["a", "b"], 6, [])
+
+
+def test_what_is_left_out_is_named_with_its_reason(tmp_path: Path) -> None:
+    for name in "ab":
+        greys(tmp_path / "p" / name)
+    greys(tmp_path / "elsewhere" / "deep", 5)
+    (tmp_path / "p" / "a" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "p" / "a" / "loop").symlink_to(tmp_path / "p")
+    (tmp_path / "p" / "around").symlink_to(tmp_path / "p")
+    (tmp_path / "p" / "a" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "p" / "a" / "photo.heic").write_bytes(b"x")
+    (tmp_path / "p" / "readme.txt").write_text("x")
+    picture = Image.new("RGB", (9, 9), (1, 2, 3))
+    picture.save(tmp_path / "p" / "b" / "x.jfif", format="JPEG")
+    picture.save(tmp_path / "p" / "b" / "y.PPM", format="PPM")
+    folder = folders.split(tmp_path / "p")
+    assert folder.classes == ["a", "b"]
+    assert len(folder.train) + len(folder.eval) == 3 + 5 + 3 + 2
+    told = "\n".join(folder.notes)
+    for name in ("a/loop", "a/gone.png", "a/photo.heic", "readme.txt", ".heic is no kind of image"):
+        assert name in told
+    for suffix in Image.registered_extensions().keys() & {".avif", ".webp", ".jp2", ".tga", ".qoi"}:
+        assert folders.is_image(f"x{suffix.upper()}")
+    assert not folders.is_image("x.pdf")
+
+
+def test_exact_copies_on_both_sides_are_counted(tmp_path: Path) -> None:
+    path, notes = pictures(tmp_path / "p"), []
+    assert "copied_images" not in load(path).facts
+    evaluated = [file for _, file, _ in folders.split(path).eval]
+    for side in ("train", "val"):
+        shutil.copytree(path, tmp_path / "q" / side)
+    for file in evaluated:
+        file.with_name(f"{file.stem} copy{file.suffix}").write_bytes(file.read_bytes())
+    dataset = load(path, note=notes.append)
+    assert 0 < dataset.facts["copied_images"] <= len(folders.split(path).eval)
+    assert any("exact copies" in note for note in notes)
+    assert load(tmp_path / "q").facts["copied_images"] == 51
+
+
+def test_one_name_of_a_class_in_two_spellings(tmp_path: Path) -> None:
+    names = ("cafe\u0301", "caf\u00e9", "zoo")
+    for i, name in enumerate(names):
+        greys(tmp_path / name, 2 + i)
+    folder = folders.split(tmp_path)
+    assert folder.classes == ["caf\u00e9", "zoo"]
+    assert len(folder.train) + len(folder.eval) == 9
+    assert folder.labelled_as(["zoo", names[0]]).train[0][2] == 1
+
+
+def test_another_folder_is_evaluated_whole(tmp_path: Path) -> None:
+    mine, copy = pictures(tmp_path / "mine"), pictures(tmp_path / "copy")
+    run = load(mine).facts
+    own = folders.split(mine)
+    for path in (mine, tmp_path / "mine" / ".." / "mine", copy):
+        assert [name for name, _, _ in folders.to_evaluate(f"images:{path}", run).eval] == [n for n, _, _ in own.eval]
+    (copy / "red" / "0.png").unlink()
+    other = folders.to_evaluate(f"images:{copy}", run)
+    assert len(other.eval) == 50
+    assert "all 50 images" in other.notes[0]
+    for part, count in (("train", 4), ("test", 3)):
+        greys(tmp_path / "parts" / part / "red", count)
+    folder = folders.to_evaluate(f"images:{tmp_path / 'parts'}", run)
+    assert (len(folder.eval), folder.classes) == (3, ["red"])
+    assert "train is not used" in folder.notes[0]
+    assert len(folders.to_evaluate(f"images:{copy}", {}).eval) == 50  # weights without a run
+
+
+# What is decoded
+
+HALF = np.zeros((20, 30, 3), np.uint8)
+HALF[:, :15] = 255
+
+
+def exif_with(tag: int, kind: int, content: bytes) -> bytes:
+    """EXIF data with orientation 6 and a rational of another tag."""
+    entries = [struct.pack("<HHLHH", ExifTags.Base.Orientation, 3, 1, 6, 0), struct.pack("<HHLL", tag, kind, 1, 38)]
+    directory = struct.pack("<H", 2) + b"".join(sorted(entries)) + struct.pack("<L", 0)
+    return b"Exif\0\0II*\0" + struct.pack("<L", 8) + directory + content
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_exif_that_pil_cannot_write_is_read(tmp_path: Path, suffix: str) -> None:
+    exif = exif_with(ExifTags.Base.XResolution, 10, struct.pack("<ll", -1, 0))
+    file = tmp_path / f"x.{suffix}"
+    Image.fromarray(HALF).save(file, exif=exif)
+    pixels = folders.decoded(file, 3, "x")
+    assert pixels.shape == (30, 20, 3)
+    assert pixels[:12].min() > 200
+    if suffix == "png":  # which has a checksum
+        return
+    whole = struct.pack("<HHL", ExifTags.Base.Orientation, 3, 1)
+    assert whole in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(whole, struct.pack("<HHL", ExifTags.Base.Orientation, 7, 2**31)))
+    assert folders.decoded(file, 3, "x").shape == (20, 30, 3)
+
+
+def transparent(mode: str, file: Path) -> Path:
+    """A disc of 60 on a transparent ground that hides 200."""
+    y, x = np.mgrid[:32, :32] - 15.5
+    disc = x**2 + y**2 < 100
+    grey = np.where(disc, 60, 200).astype(np.uint8)
+    alpha = np.where(disc, 255, 0).astype(np.uint8)
+    picture = Image.merge("LA", (Image.fromarray(grey), Image.fromarray(alpha)))
+    if mode in ("RGBA", "LA"):
+        picture.convert(mode).save(file)
+    elif mode == "P":
+        indexed = Image.fromarray(disc.astype(np.uint8)).convert("P")
+        indexed.putpalette([200, 200, 200, 60, 60, 60])
+        indexed.save(file, transparency=bytes([0, 255]))
+    else:  # one value, or colour, stands for what is transparent
+        Image.fromarray(grey).convert(mode).save(file, transparency=200 if mode == "L" else (200, 200, 200))
+    return file
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "RGB"])
+def test_transparent_pixels_get_the_background(mode: str, channels: int, tmp_path: Path) -> None:
+    file = transparent(mode, tmp_path / "x.png")
+    for background, corner in (("white", 255), ("black", 0), ("#808080", 128), ("none", 200)):
+        pixels = folders.decoded(file, channels, "x", background)
+        assert set(pixels[0, 0]) == {corner}
+        assert set(pixels[16, 16]) == {60}
+
+
+def test_a_picture_in_the_transparency_alone_is_told(tmp_path: Path) -> None:
+    for name, grey in (("dark", 0), ("light", 255)):
+        (tmp_path / name).mkdir()
+        for i in range(4):
+            alpha = Image.new("L", (9, 9))
+            alpha.putpixel((i, 2), 255)
+            Image.merge("LA", (Image.new("L", (9, 9), grey), alpha)).save(tmp_path / name / f"{i}.png")
+    two = dataclasses.replace(MODEL, num_classes=2)
+    for background, count, other in (("white", 4, "black"), ("black", 4, "white"), ("none", 8, "white")):
+        notes: list[str] = []
+        load(tmp_path, two, note=notes.append, pixels=PixelsConfig(background=background))
+        (caution,) = [note for note in notes if note.startswith("caution")]
+        assert f"{count} of 8 images" in caution
+        assert f"--data.pixels.background {other}" in caution
+    batch = load(tmp_path, two, pixels=PixelsConfig(background="black")).eval_batch(0)
+    assert set(batch["inputs"][batch["targets"] == 0].ravel()) == {-1}
+
+
+def test_warnings_of_pil_stay_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = transparent("P", tmp_path / "x.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for channels in (1, 3):
+            folders.decoded(file, channels, "x", "none")
+    assert caught == []
+
+
+def test_large_jpegs_are_decoded_at_the_size_that_a_crop_needs(tmp_path: Path) -> None:
+    path, rng = tmp_path / "p", np.random.default_rng(0)
+    for name in "ab":
+        (path / name).mkdir(parents=True)
+        for i in range(4):
+            smooth = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((800, 600))
+            smooth.save(path / name / f"{i}.jpg", quality=95)
+    dataset = load(path, dataclasses.replace(MODEL, num_classes=2))
+    files = dataset.train
+    assert isinstance(files, folders.Files)
+    assert files[0][0].shape == (600, 800, 3)
+    assert [files.at_least(0, side)[0].shape[:2] for side in (12, 75, 76, 151, 301)] == [
+        (75, 100), (75, 100), (150, 200), (300, 400), (600, 800),
+    ]  # fmt: skip
+    view, uniforms = crops.RandomCrop(12), rng.random((64, images.NUMBERS))
+    full = files[0][0]
+    exact = view([full] * 64, uniforms)
+    quick = [files.at_least(0, view.least_side(row))[0] for row in uniforms]
+    assert {len(image) for image in quick} <= {75, 150}
+    assert all(min(image.shape[:2]) >= view.least_side(row) for image, row in zip(quick, uniforms, strict=True))
+    error = np.abs(view(quick, uniforms) - exact).mean()
+    tiny = np.asarray(Image.fromarray(full).resize((16, 12)))
+    assert error < 4 < np.abs(view([tiny] * 64, uniforms) - exact).mean()
+    assert view.least_side(np.array([0, 0, 0, 1, 0.5])) == 12
+    assert view.least_side(np.zeros(images.NUMBERS)) == 49  # 12 / sqrt(0.08 x 3/4)
+    # What evaluates and what is exported to reads every pixel.
+    batch = dataset.eval_batch(0)["inputs"][0]
+    image = dataset.eval[int(dataset.eval_positions(range(1))[0])][0]
+    assert np.array_equal(
+        batch, images.normalized(crops.fitted(PixelsConfig(), 12)([image], uniforms[:1]), PixelsConfig())[0]
+    )
+
+
+# Sizes of the model
+
+
+def parsed(*words: str) -> Any:
+    return cli.parse("vit-digits", RECIPES["vit-digits"], words).config.model
+
+
+def sizes_of(model: Any) -> tuple[int, int, int, int]:
+    return model.num_classes, model.channels, model.image_size, model.patch_size
+
+
+def test_the_model_takes_its_sizes_from_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"images:{pictures(tmp_path / 'p')}"  # shorter sides of 13 to 21
+    assert sizes_of(parsed("--data.name", name)) == (3, 3, 16, 2)
+    assert "3 classes, 3 channels" in " ".join(capsys.readouterr().err.split())
+    for words, sizes in {
+        ("--model.channels", "1"): (3, 1, 16, 2),
+        ("--model.num_classes=3", "--model.patch-size", "4"): (3, 3, 16, 4),
+        ("--model.image-size", "12"): (3, 3, 12, 2),
+        ("--model", "vit-s16"): (3, 3, 224, 16),
+        ("--init-from", "elsewhere"): (3, 1, 8, 2),
+    }.items():
+        assert sizes_of(parsed("--data.name", name, *words)) == sizes
+    for side, (size, patch) in {40: (40, 4), 97: (91, 7), 500: (224, 14)}.items():
+        for label in "ab":
+            (tmp_path / f"{side}" / label).mkdir(parents=True)
+            for i in range(2):
+                Image.new("L", (side, side + 7), i).save(tmp_path / f"{side}" / label / f"{i}.png")
+        assert sizes_of(parsed(f"--data.name=images:{tmp_path / f'{side}'}")) == (2, 1, size, patch)
+    assert sizes_of(parsed("--data.name", "images:nowhere")) == sizes_of(RECIPES["vit-digits"]().model)
+    for source, sizes in {"fashion": (10, 1, 28, 2), "shapes": (10, 3, 32, 2), "cifar5m": (10, 3, 32, 2)}.items():
+        assert sizes_of(parsed("--data.name", source)) == sizes
+
+
+def test_a_file_s_sizes_stay_and_a_run_keeps_its_own(tmp_path: Path) -> None:
+    name = f"images:{pictures(tmp_path / 'p')}"
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps({"recipe": "vit-digits", "data": {"name": name}, "model": {"channels": 1}}))
+    config = cli.parse(str(file), cli.recipe(str(file)), []).config
+    assert sizes_of(config.model) == (3, 1, 16, 2)
+    recipe_words = [*(flags_of(config) or [])]
+    assert {"--model.channels", "--model.image-size"} <= {*recipe_words}
+    assert sizes_of(parsed(*recipe_words)) == (3, 1, 16, 2)
+    # A run that an older version began: grey, of 8 pixels, by the central 7/8.
+    older = to_json(dataclasses.replace(config, model=RECIPES["vit-digits"]().model))
+    older["data"]["pixels"] = {"fit": "centre", "resize": None, "interpolation": "box", "mean": [0.5], "std": [0.5]}
+    (tmp_path / "config.json").write_text(json.dumps({"config": older}))
+    again = cli.parse(
+        "vit-digits", RECIPES["vit-digits"], ["--data.name", name, "--resume", "--workdir", str(tmp_path)]
+    )
+    assert sizes_of(again.config.model) == (10, 1, 8, 2)
+    assert again.config.data.pixels == PixelsConfig(fit="centre", background="none", interpolation="box")
+
+
 # Views
 
 
@@ -238,7 +553,7 @@ def gradient(height: int, width: int) -> np.ndarray:
 
 
 def test_centre_crop_is_the_centre() -> None:
-    out = crops.fitted(PixelsConfig(), 28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
+    out = crops.fitted(PixelsConfig(fit="centre"), 28)([gradient(64, 32)], np.zeros((1, images.NUMBERS)))[0]
     assert out.shape == (28, 28, 3)
     assert np.allclose(out[:, :, 0].mean(), 15.5, atol=0.5)
     assert np.allclose(out[:, :, 1].mean(), 31.5, atol=0.5)
@@ -263,6 +578,7 @@ def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
     plain, other = load(path, augment=False), load(path, augment=False, pixels=pixels)
     assert plain.facts["class_names"] == other.facts["class_names"] == ["blue", "green", "red"]
     assert other.facts["pixels"] == dataclasses.asdict(pixels)
+    assert plain.facts["pixels"] == dataclasses.asdict(PixelsConfig(fit="edge", resize=14))  # round(8/7 x 12)
     image, _ = other.eval[int(other.eval_positions(range(1))[0])]
     raw = crops.fitted(pixels, 12)([image], np.zeros((1, images.NUMBERS)))[0]
     batch = other.eval_batch(0)["inputs"][0]
@@ -278,7 +594,9 @@ def test_pixels_are_what_the_config_says_and_recorded(tmp_path: Path) -> None:
         ({"std": (0.5, 0.0, 0.5)}, "write numbers above 0"),
         ({"mean": ()}, "write one number, or one per channel"),
         ({"fit": "edge", "resize": 11}, "data.pixels.resize 11 is less than the 12 pixels"),
-        ({"resize": 14}, "of the fits squash and edge"),
+        ({"fit": "centre", "resize": 14}, "of the fits squash and edge"),
+        ({"background": "whiet"}, "data.pixels.background is 'whiet'"),
+        ({"background": "#ffffff80"}, "or none"),
     ],
 )
 def test_pixels_that_fit_no_model_are_refused(pixels: dict, message: str, tmp_path: Path) -> None:
@@ -289,7 +607,7 @@ def test_pixels_that_fit_no_model_are_refused(pixels: dict, message: str, tmp_pa
 
 def test_random_crop_stays_inside_and_varies() -> None:
     numbers = np.random.default_rng(0).random((64, images.NUMBERS))
-    outs = crops.random_crop(9)([gradient(40, 60)] * 64, numbers)
+    outs = crops.RandomCrop(9)([gradient(40, 60)] * 64, numbers)
     assert outs.shape == (64, 9, 9, 3)
     width = np.abs(outs[:, 0, -1, 0] - outs[:, 0, 0, 0]) * 9 / 8
     height = np.abs(outs[:, -1, 0, 1] - outs[:, 0, 0, 1]) * 9 / 8
@@ -304,7 +622,7 @@ def test_random_crop_stays_inside_and_varies() -> None:
 @pytest.mark.parametrize("extreme", [0.0, 1 - 1e-9])
 def test_random_crop_of_any_shape(extreme: float) -> None:
     for shape in ((1, 50), (50, 1), (1, 1), (3, 400)):
-        out = crops.random_crop(5)([gradient(*shape)], np.full((1, images.NUMBERS), extreme))
+        out = crops.RandomCrop(5)([gradient(*shape)], np.full((1, images.NUMBERS), extreme))
         assert out.shape == (1, 5, 5, 3)
 
 

@@ -144,7 +144,8 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_records_of_older_versions_have_what_their_data_did() -> None:
-    assert recorded({"name": "images:x"}, MODEL, "") == (None, PixelsConfig())
+    older = PixelsConfig(fit="centre", background="none")
+    assert recorded({"name": "images:x"}, MODEL, "") == (None, older)
     assert recorded({"name": "digits"}, MODEL, "") == (None, PixelsConfig(fit="squash"))
 
 

@@ -28,7 +28,8 @@ CASES = {
     "squash": COLOUR,
     "squash, then cut": PixelsConfig(fit="squash", resize=32, interpolation="lanczos"),
     "edge": PixelsConfig(fit="edge", resize=32),
-    "edge of the model's size": PixelsConfig(fit="edge", interpolation="hamming"),
+    "edge of the model's size": PixelsConfig(fit="edge", resize=28, interpolation="hamming"),
+    "the default": PixelsConfig(),
 }
 
 
@@ -82,6 +83,8 @@ def test_levels_of_a_shorter_edge_of_eight_sevenths_are_the_same_to_the_bit(size
 
 
 def test_control_our_own_crop_is_not_theirs_and_says_so(tmp_path: Path) -> None:
-    assert largest_difference(PixelsConfig(), tmp_path) > 0.01
-    assert "cuts 28 out" in (preprocessor.note(PixelsConfig(), MODEL) or "")
+    centre = PixelsConfig(fit="centre")
+    assert largest_difference(centre, tmp_path) > 0.01
+    assert "cuts 28 out" in (preprocessor.note(centre, MODEL) or "")
     assert preprocessor.note(COLOUR, MODEL) is None
+    assert preprocessor.note(PixelsConfig(), MODEL) is None
