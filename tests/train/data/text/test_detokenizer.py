@@ -67,8 +67,8 @@ def test_work_per_token_does_not_grow(tokenizer: Any, monkeypatch: pytest.Monkey
 def test_bytes_of_tokens_are_the_text(tokenizer: Any) -> None:
     draw = random.Random(2)
     # A run with a wrong byte is U+FFFD throughout in SentencePiece's text; its bytes stay.
-    kept = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_skipped(t)]
-    chosen = [t for t in kept if not tokenizer.in_byte_run(t)]
+    texts = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_skipped(t)]
+    chosen = [t for t in texts if not tokenizer.in_byte_run(t)]
     character = [] if isinstance(tokenizer, Ids) else tokenizer.encode(["日🙂é".encode()])[0].tolist()
     for _ in range(100):
         ids = [*draw.choices(chosen, k=20), *character, *draw.choices(chosen, k=20)]
