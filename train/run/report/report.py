@@ -81,6 +81,10 @@ def loss_plot(
     figure.savefig(out_png)
 
 
+_FRAME = 9
+"""Columns of a panel's frame and padding, and between a label and its line."""
+
+
 def summary(
     console: Console,
     metrics_path: Path | str,
@@ -142,10 +146,14 @@ def summary(
         below.add_row(label, Text(line))
     if files:
         below.add_row("files", Text("\n".join(map(relative, files))))
-    if then:
+    labels = max(map(len, ("stopped early", *facts)))
+    fits = then is not None and labels + len(then) + _FRAME <= console.width
+    if then and fits:
         below.add_row("next", Text(then))
     heading = Text(f"{name}: {rows[-1]['step']:,} steps done", "bold")
     console.print(Panel(Group(table, "", below), title=heading, title_align="left", padding=(1, 2), expand=False))
+    if then and not fits:  # a frame would break the command into lines that cannot be copied
+        console.print(Text(f"next: {then}"), soft_wrap=True)
 
 
 def _rows(path: Path | str) -> tuple[list[dict[str, Any]], str]:
