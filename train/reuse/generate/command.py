@@ -106,6 +106,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.reuse import runs
 
     tokenizer = opened.tokenizer_of(run)
+    assert args.prompt is not None  # see _check
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     prompt = opened.prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
     program = runs.on_one_device(run.config)

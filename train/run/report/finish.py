@@ -22,7 +22,7 @@ from mupax.zoo.definition import Arrays
 
 _PROMPT, _WORDS, _LONGEST = "def ", 3, 40
 _SAMPLE_TOKENS = 400
-_MASKS = {"infilling": "<mask>", "sentinels": "<0>"}
+_MASKS = {None: "", "infilling": "<mask>", "sentinels": "<0>"}
 """Word that stands for a gap in a prompt, by data.noise."""
 
 

@@ -85,7 +85,7 @@ def test_the_space_after_a_prompt_and_a_character_of_byte_tokens(tmp_path: Path)
     assert streamed(tokenizer, prompt, more)[1:] == [" sat", ""]
     assert streamed(tokenizer, [], more)[1:] == ["sat", ""]  # Control: a text's own first space.
     assert streamed(tokenizer, [tokenizer.separator], more)[1:] == ["sat", ""]
-    byte_ids = [tokenizer.find(f"<0x{byte:02X}>") for byte in "日".encode()]
+    byte_ids: list[Any] = [tokenizer.find(f"<0x{byte:02X}>") for byte in "日".encode()]
     start, *pieces = streamed(tokenizer, [*prompt, byte_ids[0]], [*byte_ids[1:], *more])
     assert (start, pieces) == ("the cat", ["", "", "日 sat", ""])
     assert token_bytes(tokenizer, byte_ids[0], prompt[0]) == b"\xe6"
