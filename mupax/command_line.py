@@ -13,9 +13,18 @@ import inspect
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import Annotated, Any, Protocol, TypeVar, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 from tyro import conf
@@ -91,7 +100,7 @@ def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
         prog: what was written before `argv`.
         argv: the words that follow.
     """
-    parsed, rest = parse_known(command, prog, argv)
+    parsed, rest = parse_known(command, prog, with_dashed_values(argv, command))
     refuse(rest, flags(command), prog)
     return parsed
 
@@ -212,21 +221,71 @@ def flags(owner: Any, prefix: str = "") -> list[str]:
         owner: the dataclass, or an instance of it where fields are dataclasses too.
         prefix: of the flags' names.
     """
-    names: list[str] = []
+    return [name for flag in _flag_fields(owner, prefix) for name in flag.names]
+
+
+class _FlagField(NamedTuple):
+    """A field of a command: its flags as they are written, and its type with all annotations."""
+
+    names: list[str]
+    hint: Any
+
+
+def _flag_fields(owner: Any, prefix: str = "") -> Iterator[_FlagField]:
+    """Yield the fields of a command that are flags, as `flags` takes the command."""
     hints = get_type_hints(owner if isinstance(owner, type) else type(owner), include_extras=True)
     for field in dataclasses.fields(owner):
-        metadata = getattr(hints[field.name], "__metadata__", ())
-        marks, value = {str(mark) for mark in metadata}, getattr(owner, field.name, None)
+        hint = hints[field.name]
+        metadata = getattr(hint, "__metadata__", ())
+        marks = {str(mark) for mark in metadata}
+        value = getattr(owner, field.name, None)
         word = field.name.replace("_", "-")
         if marks & {"Suppress", "Positional"}:
             continue
         if dataclasses.is_dataclass(value):
             bare = "OmitArgPrefixes" in marks or any(getattr(each, "name", None) == "" for each in metadata)
-            names += flags(value, prefix if bare else f"{prefix}{word}.")
+            yield from _flag_fields(value, prefix if bare else f"{prefix}{word}.")
             continue
-        names += [f"--{prefix}{word}", *(alias for each in metadata for alias in getattr(each, "aliases", None) or ())]
-        names += [f"--{prefix}no-{word}"] if isinstance(value, bool) and "FlagCreatePairsOff" not in marks else []
-    return names
+        names = [f"--{prefix}{word}"]
+        for mark in metadata:
+            if name := getattr(mark, "name", None):
+                names[0] = f"--{prefix}{name}"
+            names += getattr(mark, "aliases", None) or ()
+        if isinstance(value, bool) and "FlagCreatePairsOff" not in marks:
+            names.append(f"--{prefix}no-{word}")
+        yield _FlagField(names, hint)
+
+
+def with_dashed_values(argv: Sequence[str], owner: Any) -> list[str]:
+    """Join a flag for text and a value that begins with a dash by `=`, as tyro reads such a value.
+
+    A flag of the same command is no value: `--prompt --tokens 5` has left out the text.
+
+    Args:
+        argv: words of the command line.
+        owner: command that has all flags of the line, as `flags` takes it.
+    """
+    fields = list(_flag_fields(owner))
+    text_flags = {name for field in fields if _is_text(field.hint) for name in field.names}
+    all_flags = {"-h", "--help", *(name for field in fields for name in field.names)}
+    words: list[str] = []
+    waits = False
+    for word in argv:
+        flag = word.partition("=")[0].replace("_", "-")
+        if waits and word.startswith("-") and word != "-" and flag not in all_flags:
+            words[-1] = f"{words[-1]}={word}"
+            waits = False
+            continue
+        words.append(word)
+        waits = not waits and word.replace("_", "-") in text_flags
+    return words
+
+
+def _is_text(hint: Any) -> bool:
+    """Return True for `str` and `str | None`, with or without annotations."""
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return hint is str or set(get_args(hint)) == {str, type(None)}
 
 
 def first_word(

@@ -153,6 +153,19 @@ def _near(path: str) -> str:
     return shlex.quote(path if relative.startswith("..") else relative)
 
 
+def show(text: str) -> None:
+    """Write to standard output at once, a terminal without the characters that it would obey."""
+    if sys.stdout.isatty():
+        text = "".join(map(_printable, text))
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _printable(character: str) -> str:
+    obeyed = ord(character) < 32 or 127 <= ord(character) < 160
+    return "\ufffd" if obeyed and character not in "\n\t" else character
+
+
 class EntryPoint(Protocol):
     """A command line of the process, or of a test."""
 

@@ -20,6 +20,9 @@ from mupax import command_line, terminal
 from mupax.command_line import Switch
 from mupax.train.config.sections import METRIC
 
+TEMPLATE_FLAG: Any = conf.arg(name="data.chat-template", aliases=("--chat-template",), metavar="FILE")
+"""Flag of every command that chats with a model."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointFlags:

@@ -12,7 +12,7 @@ from mupax.paths import ADDRESS, PathError, path_of
 from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import ConfigError
 
-_TEXT_FLAGS = ("--prompt",)
+_TEXT_FLAGS = ("--prompt", "--system")
 """Flags whose value is a person's words, not a path."""
 _PLACE_FLAGS = (
     "",
@@ -83,6 +83,9 @@ def check_words(argv: Sequence[str]) -> None:
     """`check_place` for every word of a command line that may name a bucket, `check_local` for every other."""
     before = ""
     for word in argv:
+        if before in _TEXT_FLAGS:  # the text itself, which may begin with dashes
+            before = ""
+            continue
         flag, _, value = word.partition("=") if word.startswith("--") else (before, "", word)
         if flag not in _TEXT_FLAGS:
             check = (

@@ -89,6 +89,7 @@ def parse(
         default, argv, preset = tuned.applied(default, argv, value_of("--steps", argv))
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
+    argv = command_line.with_dashed_values(argv, start)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe))
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog)
     if command.config.preset.joint != "none":

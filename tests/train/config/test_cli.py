@@ -16,6 +16,7 @@ from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
 from mupax.train.config.run import Config
+from mupax.train.reuse.generate.command import Generate
 from mupax.train.studies.sweep import command as sweep
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
@@ -115,6 +116,21 @@ def test_flags_change_fields(capsys: Capture) -> None:
 
 def test_underscores_and_equals_signs_work(capsys: Capture) -> None:
     assert printed(capsys, "lm-tiny", "--optimizer.peak_lr=3e-3").optimizer.peak_lr == 3e-3
+
+
+def test_a_text_may_begin_with_dashes(capsys: Capture) -> None:
+    separator = ["--data.tokenizer", "bpe:300", "--data.separator"]
+    for words in (["--location=eu"], ["--x"], ["-5"], ["---"]):
+        config = printed(capsys, "lm-tiny", *separator, *words, "--steps", "7")
+        assert (config.data.separator, config.steps) == (words[0], 7)
+    for text in ("--location=eu", "--tokens", "--help", "-h", "-", "--", "-5", "=", ""):
+        assert command_line.parse(Generate, "", ["run", f"--prompt={text}"]).prompt == text
+        if text not in ("--tokens", "--help", "-h"):
+            parsed = command_line.parse(Generate, "", ["run", "--prompt", text, "--tokens", "5"])
+            assert (parsed.prompt, parsed.tokens) == (text, 5)
+    # Control: flags of the command are not taken for a text that was left out.
+    assert "--prompt needs a value" in refused(capsys, "generate", "run", "--prompt", "--tokens", "5")
+    assert "--data.separator needs a value" in refused(capsys, "lm-tiny", "--data.separator", "--steps", "5")
 
 
 def test_the_last_of_a_repeated_flag_counts(capsys: Capture) -> None:

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.train.checkpoints.command import ModelFlags
+from mupax.command_line import Switch
+from mupax.train.checkpoints.command import TEMPLATE_FLAG, ModelFlags
 
 if TYPE_CHECKING:
     import numpy as np
 
     from mupax.train.reuse.generate.decode import Generator
-
-UNFINISHED = "\ufffd"
-"""What bytes that are no character yet come out as."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +32,14 @@ class Generate(ModelFlags):
     reaches it goes on with its own last half as context. The same seed gives the same text.
     """
 
-    prompt: Annotated[str, conf.arg(metavar="TEXT")]
+    prompt: Annotated[str | None, conf.arg(metavar="TEXT")] = None
     """What to continue, or to fill in; - reads stdin, '' begins a document."""
+    chat: Switch = False
+    """Hold a conversation in place of a prompt: every line of standard input is a message. Ctrl-D ends it."""
+    system: Annotated[str | None, conf.arg(metavar="TEXT")] = None
+    """Begin the conversation of --chat with this system message."""
     tokens: Annotated[int, conf.arg(metavar="N")] = 200
-    """How many to add."""
+    """How many to add; of --chat, the most of one answer."""
     temperature: Annotated[float, conf.arg(metavar="T")] = 0.8
     """0 takes the likeliest."""
     top_k: Annotated[int | None, conf.arg(metavar="K")] = None
@@ -52,13 +54,19 @@ class Generate(ModelFlags):
     """Of weights without a run, where no tokenizer.json lies beside them."""
     separator: Annotated[str | None, conf.arg(name="data.separator", metavar="TOKEN")] = None
     """Of weights without a run: the token that ends a document, where it has none of the usual names."""
+    chat_template: Annotated[str | None, TEMPLATE_FLAG] = None
+    """A template of jinja2 for --chat, in place of the one beside the tokenizer."""
     beams: Annotated[int, conf.arg(metavar="K")] = 1
     """Encoder-decoders, at temperature 0: keep the K likeliest texts so far."""
 
 
+_PROG = "python -m train generate"
+
+
 def main(argv: Sequence[str]) -> int:
     """Writes the text; 0 when done. Raises UsageError, WorkdirError, DecodingError or DataError for what does not fit."""
-    args = command_line.parse(Generate, "python -m train generate", argv)
+    args = command_line.parse(Generate, _PROG, argv)
+    _check(args)
     from mupax.train.checkpoints.saved_run import Trained
     from mupax.train.checkpoints.workdir import WorkdirError
     from mupax.train.reuse import pretrained
@@ -74,6 +82,12 @@ def main(argv: Sequence[str]) -> int:
     args = dataclasses.replace(args, workdir=hub.local(args.workdir, args.revision))
     named = {"tokenizer": args.tokenizer, "separator": args.separator}
     run = opened.find(args.workdir, args.step, args.average, writes=True, **named)
+    if args.chat and not run.config.model.generates:
+        raise WorkdirError(f"{args.workdir} holds a {run.config.model.family}; only decoders chat")
+    if args.chat:
+        from mupax.train.reuse.generate import chat
+
+        return chat.main(args, run, sampling)
     if run.config.model.denoises:
         from mupax.train.reuse.generate import denoised, published
 
@@ -96,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.zoo.layers import cache as caches
 
     tokenizer = opened.tokenizer_of(run)
+    assert args.prompt is not None  # see _check
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
     prompt = opened.prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
     program = runs.on_one_device(run.config)
@@ -106,6 +121,28 @@ def main(argv: Sequence[str]) -> int:
     cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)
     terminal.note(f"{pretrained.described(run, args.workdir)}: {cost}")
     return 0
+
+
+def _check(args: Generate) -> None:
+    """Raise UsageError for flags that exclude each other, or a prompt that is missing."""
+    if args.prompt is None and not args.chat:
+        raise command_line.UsageError(
+            f"this needs --prompt TEXT, or --chat for a conversation\n`{_PROG} --help` lists all flags"
+        )
+    if not args.chat:
+        for flag, value in (("--system", args.system), ("--chat-template", args.chat_template)):
+            if value is not None:
+                raise command_line.UsageError(f"{flag} is for --chat; add --chat, or leave it out")
+        return
+    if args.prompt is not None:
+        raise command_line.UsageError(
+            "--prompt and --chat exclude each other; write messages of --chat on standard input"
+        )
+    for flag, value in (("--samples", args.samples), ("--beams", args.beams)):
+        if value != 1:
+            raise command_line.UsageError(f"{flag} is not for --chat; leave it out")
+    if args.tokens == 0:
+        raise command_line.UsageError("--tokens is 0; write at least 1 for --chat")
 
 
 def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, length: int, seed: int) -> str:
@@ -123,7 +160,7 @@ def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, l
 
     alone, parts = generator.samples == 1, []
     began, fast_s, fast_tokens = time.monotonic(), 0.0, 0
-    show(text if alone else "")
+    terminal.show(text if alone else "")
 
     def rows() -> Iterator[list[int]]:
         nonlocal fast_s, fast_tokens
@@ -136,14 +173,14 @@ def write(generator: Generator, tokenizer: Any, text: str, prompt: np.ndarray, l
             since, compiled = time.monotonic(), generator.compilations
 
     for piece in pieces(rows(), tokenizer, prompt.tolist()):
-        show(piece if alone else "")
+        terminal.show(piece if alone else "")
     samples = np.concatenate(parts, axis=1) if parts else [[]] * generator.samples
     for number, row in enumerate(samples, start=1):
         if alone:
-            show("\n")
+            terminal.show("\n")
             continue
         continued = "".join(pieces(iter([list(row)]), tokenizer, prompt.tolist()))
-        show(f"--- sample {number}\n{text}{continued}\n")
+        terminal.show(f"--- sample {number}\n{text}{continued}\n")
     count = length * generator.samples
     rate = f", {fast_tokens / fast_s:,.0f} tokens/s once compiled" if fast_tokens else ""
     return f"{count:,} tokens in {time.monotonic() - began:.1f} s{rate}"
@@ -165,11 +202,3 @@ def pieces(parts: Iterator[list[int]], tokenizer: Any, prompt: Sequence[int] = (
             yield piece
     if piece := decoder.finish():
         yield piece
-
-
-def show(text: str) -> None:
-    """Write to stdout at once, without characters that a terminal would obey; a file gets the text as it is."""
-    if sys.stdout.isatty():
-        text = "".join(c if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160) else UNFINISHED for c in text)
-    sys.stdout.write(text)
-    sys.stdout.flush()

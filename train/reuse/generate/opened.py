@@ -15,6 +15,8 @@ from mupax.train import data as data_sources
 from mupax.train.checkpoints.saved_run import Trained
 from mupax.train.config.sections import Step
 from mupax.train.data import DataError
+from mupax.train.data.chats import templates
+from mupax.train.data.chats.templates import Template
 from mupax.train.data.text import named_tokenizers
 from mupax.train.reuse import pretrained
 from mupax.train.reuse.generate.sampling import DecodingError
@@ -69,6 +71,20 @@ def tokenizer_of(run: Trained | Weights) -> Any:
             f"put the run's tokenizer.json into {run.workdir}/assets"
         )
     return tokenizer
+
+
+def template_of(run: Trained | Weights, file: str | None = None) -> Template | None:
+    """Return the chat template of a model, or None if it has none.
+
+    Args:
+        run: the model.
+        file: template in place of the model's own.
+
+    Raises:
+        DataError: the file is not there, is damaged, or holds no template.
+    """
+    data = run.config.data
+    return templates.find(data.tokenizer, file or data.chat_template, dated=True)
 
 
 def prompt_of(run: Trained | Weights, tokenizer: Any, text: bytes) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.train.checkpoints.command import ModelFlags
+from mupax.train.checkpoints.command import TEMPLATE_FLAG, ModelFlags
 
 if TYPE_CHECKING:
     from mupax.train.reuse.serve.service import Service
@@ -32,7 +32,7 @@ class Serve(ModelFlags):
     """Of weights without a run, where no tokenizer.json lies beside them."""
     separator: Annotated[str | None, conf.arg(name="data.separator", metavar="TOKEN")] = None
     """Of weights without a run: the token that ends a document, where it has none of the usual names."""
-    chat_template: Annotated[str | None, conf.arg(name="data.chat-template", metavar="FILE")] = None
+    chat_template: Annotated[str | None, TEMPLATE_FLAG] = None
     """A template of jinja2, in place of the one beside the tokenizer."""
 
 
@@ -62,7 +62,6 @@ def opened_service(args: Serve) -> Service:
     """The model of a command line, ready for requests. Raises what does not fit, before weights are read."""
     from mupax.train.checkpoints.workdir import WorkdirError
     from mupax.train.data.assets import end_ids
-    from mupax.train.data.chats import templates
     from mupax.train.reuse import runs
     from mupax.train.reuse.generate import opened
     from mupax.train.reuse.generate.decode import Generator
@@ -74,7 +73,7 @@ def opened_service(args: Serve) -> Service:
     if not run.config.model.generates:
         raise WorkdirError(f"{args.workdir} holds a {run.config.model.family}; only decoders are served")
     tokenizer, name = opened.tokenizer_of(run), run.config.data.tokenizer
-    template = templates.find(name, args.chat_template or run.config.data.chat_template, dated=True)
+    template = opened.template_of(run, args.chat_template)
     program = runs.on_one_device(run.config)
     generator = Generator(program, run.params(program.abstract), program.step_inputs(), sampling=None)
     return Service(args.workdir.absolute().name, run, tokenizer, template, end_ids(name, tokenizer), generator)

@@ -22,6 +22,8 @@ from mupax.zoo.definition import Arrays
 
 _PROMPT, _WORDS, _LONGEST = "def ", 3, 40
 _SAMPLE_TOKENS = 400
+_MASKS = {None: "", "infilling": "<mask>", "sentinels": "<0>"}
+"""Word that stands for a gap in a prompt, by data.noise."""
 
 
 def leave(session: Session, params: Arrays) -> None:
@@ -92,11 +94,28 @@ def _show(rt: Runtime, step: int, text: str) -> None:
 
 
 def _use(config: Config, data: Data, folder: str) -> str:
-    """The command that has a run's model do what it is for."""
-    if config.model.generates:
-        return terminal.typed("python", "-m", "train", "generate", folder, "--prompt", _prompt(config, data).strip())
-    words = ["predict", folder, "IMAGES"] if config.data.name.startswith("images:") else ["eval", folder]
+    """Return the command that has a run's model do what the model is for. It can be copied."""
+    if folder.startswith("-"):  # it would be read as a flag
+        folder = f"./{folder}"
+    kind, _, place = config.data.name.partition(":")
+    words = ["eval", folder]
+    chats = kind == "chat" or config.data.chat_template is not None
+    if chats and config.model.generates:
+        words = ["generate", folder, "--chat"]
+    elif config.model.generates:
+        words = ["generate", folder, *_prompt_words(_prompt(config, data).strip())]
+    elif config.model.denoises and config.data.name == "python_corpus":
+        words = ["generate", folder, *_prompt_words(f"{_PROMPT}{_MASKS[config.data.noise]}(self):")]
+    elif kind == "images":
+        words = ["predict", folder, f"./{place}" if place.startswith("-") else place]
     return terminal.typed("python", "-m", "train", *words)
+
+
+def _prompt_words(text: str) -> list[str]:
+    """Return the flag of a prompt. A text that looks like a flag is joined to it."""
+    if text == "-":  # which reads standard input
+        text = _PROMPT.strip()
+    return [f"--prompt={text}"] if text.startswith("-") else ["--prompt", text]
 
 
 def _prompt(config: Config, data: Data) -> str:

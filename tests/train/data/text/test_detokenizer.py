@@ -67,8 +67,8 @@ def test_work_per_token_does_not_grow(tokenizer: Any, monkeypatch: pytest.Monkey
 def test_bytes_of_tokens_are_the_text(tokenizer: Any) -> None:
     draw = random.Random(2)
     # A run with a wrong byte is U+FFFD throughout in SentencePiece's text; its bytes stay.
-    kept = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_skipped(t)]
-    chosen = [t for t in kept if not tokenizer.in_byte_run(t)]
+    texts = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_skipped(t)]
+    chosen = [t for t in texts if not tokenizer.in_byte_run(t)]
     character = [] if isinstance(tokenizer, Ids) else tokenizer.encode(["日🙂é".encode()])[0].tolist()
     for _ in range(100):
         ids = [*draw.choices(chosen, k=20), *character, *draw.choices(chosen, k=20)]
@@ -85,7 +85,7 @@ def test_the_space_after_a_prompt_and_a_character_of_byte_tokens(tmp_path: Path)
     assert streamed(tokenizer, prompt, more)[1:] == [" sat", ""]
     assert streamed(tokenizer, [], more)[1:] == ["sat", ""]  # Control: a text's own first space.
     assert streamed(tokenizer, [tokenizer.separator], more)[1:] == ["sat", ""]
-    byte_ids = [tokenizer.find(f"<0x{byte:02X}>") for byte in "日".encode()]
+    byte_ids: list[Any] = [tokenizer.find(f"<0x{byte:02X}>") for byte in "日".encode()]
     start, *pieces = streamed(tokenizer, [*prompt, byte_ids[0]], [*byte_ids[1:], *more])
     assert (start, pieces) == ("the cat", ["", "", "日 sat", ""])
     assert token_bytes(tokenizer, byte_ids[0], prompt[0]) == b"\xe6"

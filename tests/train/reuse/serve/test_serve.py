@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import http.client
+import io
 import json
 import os
 import re
@@ -277,6 +278,71 @@ def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
     assert harness.continued(prompt, [begins], most=length) == ""
 
 
+# The conversation in a terminal
+
+
+def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, *words: str) -> int:
+    """The exit code of a greedy conversation with what is piped in."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    template = ["--chat-template", str(folder / "chat.jinja")]
+    flags = ["--chat", "--temperature", "0", "--data.tokenizer", "bytes", *template, *words]
+    return main(["generate", str(folder), *flags])
+
+
+def test_a_conversation_in_the_terminal_is_that_of_the_server(
+    server: Server, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "end_tokens", lambda name, tokenizer: frozenset())
+    monkeypatch.setattr("mupax.train.reuse.generate.chat.end_tokens", command.end_tokens)
+    assert chat(folder, monkeypatch, "hi\n\nyo", "--tokens", "6", "--system", "be") == 0
+    out, err = capsys.readouterr()
+    messages, answers = [{"role": "system", "content": "be"}], []
+    for message in ("hi", "yo"):
+        messages.append({"role": "user", "content": message})
+        fields = {"messages": messages, "temperature": 0, "max_tokens": 6, "ignore_eos": True}
+        answer: Any = response(server, fields, "/v1/chat/completions")[1]
+        answers.append(answer["choices"][0]["message"]["content"])
+        messages.append({"role": "assistant", "content": answers[-1]})
+    assert out == "".join(f"{answer}\n" for answer in answers)
+    assert "--tokens 6" in err
+    # A conversation longer than the context loses its oldest messages and goes on.
+    assert chat(folder, monkeypatch, "one two\nthree four\nfive six\n", "--tokens", "6") == 0
+    out, err = capsys.readouterr()
+    assert "the context is full" in err
+    assert chat(folder, monkeypatch, "five six\n", "--tokens", "6") == 0
+    alone = capsys.readouterr().out
+    assert out.endswith(f"\n{alone}")
+    assert chat(folder, monkeypatch, "a" * 40 + "\n") == 2  # one message longer than the context
+    assert "write a shorter one" in capsys.readouterr().err
+    assert chat(folder, monkeypatch, "") == 0
+
+    class Interrupted(io.StringIO):
+        def readline(self, size: int = -1) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", Interrupted())
+    words = ["--chat", "--data.tokenizer", "bytes"]
+    assert main(["generate", str(folder), *words, "--chat-template", str(folder / "chat.jinja")]) == 130
+    capsys.readouterr()
+    assert main(["generate", str(folder), *words]) == 2
+    assert "--chat-template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        ([], "--prompt"),
+        (["--chat", "--prompt", "a"], "--prompt"),
+        (["--chat", "--samples", "2"], "--samples"),
+        (["--chat", "--tokens", "0"], "--tokens"),
+        (["--prompt", "a", "--system", "b"], "--system"),
+    ],
+)
+def test_flags_of_a_conversation(folder: Path, words: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(folder), *words]) == 2
+    assert flag in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("body", "status", "param", "text"),
     [
@@ -319,13 +385,14 @@ def test_what_comes_elsewhere_or_from_elsewhere_is_refused(server: Server) -> No
     assert response(server, {"prompt": "a"}, Content_Type="text/plain")[0] == 415
     assert response(server, path="/health", Host="evil.example")[0] == 403
     assert response(server, path="/health", Host=f"localhost:{server.server_port}") == (200, {"status": "ok"})
-    (model,) = response(server, path="/v1/models")[1]["data"]  # pyright: ignore
+    answer: Any = response(server, path="/v1/models")[1]
+    (model,) = answer["data"]
     assert (model["id"], model["max_model_len"], model["chat"]) == ("tiny", SEQ_LEN, True)
     assert response(server, path="/v1/models/tiny?x=1")[1] == model
     assert response(server, path="/v1/models/%74iny")[1] == model
     for name in ("other", "org/tiny", "org%2Ftiny", "tiny%2F", "%FF"):
         status, answer = response(server, path=f"/v1/models/{name}")
-        assert (status, answer["error"]["code"]) == (404, "model_not_found")  # pyright: ignore
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
     assert response(server, path="/v1/models/")[0] == 404
     assert response(server, {}, path="/v1/models/tiny")[0] == 405
     messages = [{"role": "nobody", "content": "a"}]

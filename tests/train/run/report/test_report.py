@@ -1,8 +1,11 @@
 """Pictures and summary at the end of a run: what is drawn where, and what is said."""
 
 import dataclasses
+import functools
 import io
 import json
+import shlex
+from types import SimpleNamespace
 
 import matplotlib.figure
 import numpy as np
@@ -11,7 +14,13 @@ from PIL import Image
 from rich.console import Console
 from scipy.optimize import isotonic_regression
 
-from mupax.train.run.report import metrics, plotting, report
+from mupax import command_line
+from mupax.train.config import cli
+from mupax.train.config.recipes import RECIPES
+from mupax.train.data.text.tokenizer import Bytes
+from mupax.train.reuse.generate.command import Generate
+from mupax.train.reuse.predict.command import Predict
+from mupax.train.run.report import finish, metrics, plotting, report
 from mupax.train.run.report import picture as picture_module
 
 pytestmark = pytest.mark.core
@@ -330,3 +339,59 @@ def test_rows_written_by_the_writer_are_what_is_read(tmp_path):
             writer.write(row)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0]) == next(iter(lm_rows(1)))
     report.loss_plot(writer.path, tmp_path / "loss.png")
+
+
+@functools.cache
+def config_of(recipe, *flags):
+    return cli.parse(recipe, RECIPES[recipe], flags).config
+
+
+def next_words(recipe, folder, text, *flags):
+    """The words of the command that a run names at its end, as a shell reads them."""
+    config = config_of(recipe, *flags)
+    window = {"inputs": np.frombuffer(text.encode(), np.uint8)[None]}
+    data = SimpleNamespace(tokenizer=Bytes(), eval_batch=lambda *_: window)
+    line = finish._use(config, data, folder)
+    assert "\n" not in line
+    words = shlex.split(line)
+    return words[words.index("train") + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("text", "prompt"),
+    [
+        ('cut it\'s "quoted" $HOME `x` cut', 'it\'s "quoted" $HOME'),
+        ("cut --location=eu --tokens 5 cut", "--location=eu --tokens 5"),
+        ("cut --tokens cut", "--tokens"),
+        ("cut - cut", "def"),
+        ("cut !x *.py cut", "!x *.py"),
+    ],
+)
+def test_the_next_command_can_be_copied_whatever_the_text(text, prompt):
+    for folder in ("runs/a b", "-runs", "it's", "runs/ü"):
+        command, *words = next_words("lm-tiny", folder, text, "--data.name", "text:x")
+        args = command_line.parse(Generate, "", words)
+        assert (command, args.prompt) == ("generate", prompt)
+        assert args.workdir.name == folder.rpartition("/")[2]
+
+
+def test_the_next_command_fits_what_was_trained(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    chat = ["--data.name", "chat:x.jsonl", "--data.chat-template", str(tmp_path / "t.jinja")]
+    assert next_words("lm-tiny", "run", "a", *chat) == ["generate", "run", "--chat"]
+    command, *words = next_words("vit-digits", "run", "a", "--data.name", "images:my photos")
+    assert command == "predict"
+    assert [path.name for path in command_line.parse(Predict, "", words).images] == ["my photos"]
+    assert next_words("vit-digits", "run", "a") == ["eval", "run"]
+    command, *words = next_words("ed-tiny", "run", "a")
+    assert (command, "<mask>" in words[-1] or "<0>" in words[-1]) == ("generate", True)
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_the_next_command_is_on_one_line(width, tmp_path):
+    command = "mupax train generate runs/lm-laptop --prompt 'once upon a time'"
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, "loss": 1.0, "tokens": 5, "seconds": 1.0}) + "\n")
+    out = io.StringIO()
+    report.summary(Console(file=out, width=width), path, name="run", seconds=1, facts={}, then=command)
+    assert command in out.getvalue()

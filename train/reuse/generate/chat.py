@@ -1,0 +1,190 @@
+"""`python -m train generate RUN --chat`: a conversation with a model, in a terminal or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mupax import terminal
+from mupax.train.data import DataError
+from mupax.train.data.assets import end_ids
+from mupax.train.data.chats import templates
+from mupax.train.data.chats.answers import prompt_encoder
+from mupax.train.data.chats.templates import Template
+from mupax.train.reuse import pretrained, runs
+from mupax.train.reuse.generate import opened
+from mupax.train.reuse.generate.decode import Generator
+from mupax.train.reuse.generate.sampling import DecodingError, Sampling
+from mupax.train.reuse.serve.writing import StreamingText, answer_end
+
+_ANSWER_SHARE = 4
+"""The context keeps 1 / 4 of its tokens free for an answer, unless --tokens asks for fewer."""
+
+
+def main(args: Any, run: Any, sampling: Sampling) -> int:
+    """Answer the messages of standard input, a line each, until it ends.
+
+    Args:
+        args: flags of the command.
+        run: run or weights of a decoder.
+        sampling: how tokens are drawn.
+
+    Raises:
+        DataError: the run has no chat template, or the template refuses the system message.
+        DecodingError: a message of a pipe is longer than the model reads. In a terminal a note
+            says so, and the conversation goes on.
+    """
+    conversation = Conversation(args, run, sampling)
+    in_terminal = sys.stdin.isatty()
+    if in_terminal:
+        name = pretrained.described(run, args.workdir)
+        terminal.note(f"{name}: write a message; Ctrl-D ends the conversation")
+    try:
+        for message in _lines(in_terminal):
+            try:
+                for piece in conversation.answer(message):
+                    terminal.show(piece)
+            except (DataError, DecodingError) as error:
+                if not in_terminal:
+                    raise
+                terminal.note(f"error: {error}")
+                continue
+            terminal.show("\n")
+            if conversation.cut_by:
+                terminal.note(f"note: the answer was cut by {conversation.cut_by}")
+    except KeyboardInterrupt:
+        terminal.show("\n")
+        raise
+    return 0
+
+
+class Conversation:
+    """Messages so far, and the model that answers them.
+
+    Raises:
+        DataError: as `main`.
+    """
+
+    def __init__(self, args: Any, run: Any, sampling: Sampling) -> None:
+        self._run = run
+        self._tokens = args.tokens
+        self._seed = args.seed
+        self._tokenizer = opened.tokenizer_of(run)
+        self._template = _template(args.workdir, run, args.chat_template)
+        self._encoder = prompt_encoder(self._tokenizer, self._template, run.config.data)
+        self._messages: list[dict[str, Any]] = []
+        if args.system is not None:
+            self._messages.append({"role": "system", "content": args.system})
+        self._first = len(self._messages)
+        """Place of the first message that may be left out."""
+        question = {"role": "user", "content": "?"}
+        self._template.render(templates.checked([*self._messages, question]), prompt=True)
+
+        self._context = run.config.model.sizes()["position"]
+        ending = answer_end(self._template, self._tokenizer)
+        self._stops = ending.stops
+        self._ends = ending.ids | end_ids(run.config.data.tokenizer, self._tokenizer)
+        program = runs.on_one_device(run.config)
+        params = run.params(program.abstract)
+        self._generator = Generator(program, params, program.step_inputs(), sampling=sampling)
+        self.cut_by: str | None = None
+        """What ended the last answer before its own end, or None."""
+
+    def answer(self, message: str) -> Iterator[str]:
+        """Yield the answer to a message as it is made.
+
+        If the context is full, the oldest messages are left out for good. The system message stays.
+
+        Raises:
+            DataError: the template refuses the message.
+            DecodingError: the message is longer than the model reads, or the model has diverged.
+        """
+        before = [*self._messages]
+        self._messages += templates.checked([{"role": "user", "content": message}])
+        try:
+            prompt = self._fitted()
+        except (DataError, DecodingError):
+            self._messages = before
+            raise
+        room = self._context - prompt.size + 1  # the last token is never read
+        length = min(self._tokens, room)
+        text = StreamingText(self._tokenizer, prompt.tolist(), length, self._stops, self._ends)
+        for part in self._generator.stream(prompt, length, self._seed + len(self._messages)):
+            yield text.add(part[0].tolist())
+            if text.finish:
+                break
+        self._messages.append({"role": "assistant", "content": text.text})
+        self.cut_by = None
+        if text.finish == "length":
+            self.cut_by = f"--tokens {length}" if length < room else "the end of the context"
+
+    def _fitted(self) -> np.ndarray:
+        """Return the conversation in tokens, int32 [P], without old messages that do not fit."""
+        free = min(self._tokens, self._context // _ANSWER_SHARE)
+        count = len(self._messages)
+        prompt = self._encoded()
+        while prompt.size > self._context - free and len(self._messages) > self._first + 1:
+            # A question and its answer: templates want users and assistants to alternate.
+            del self._messages[self._first : self._first + 2]
+            prompt = self._encoded()
+        if prompt.size > self._context:
+            raise DecodingError(
+                f"the message has {prompt.size} tokens with its template, and the model reads "
+                f"{self._context}; write a shorter one"
+            )
+        if dropped := count - len(self._messages):
+            terminal.note(f"note: the context is full; the oldest {dropped} messages are left out")
+        return prompt
+
+    def _encoded(self) -> np.ndarray:
+        _, ids = self._encoder.prompt(self._messages)
+        prompt = np.asarray(ids, np.int32)
+        opened.check_known(prompt, self._run)
+        return prompt
+
+
+def _template(workdir: Path, run: Any, file: str | None) -> Template:
+    template = opened.template_of(run, file)
+    if template is None:
+        raise DataError(
+            f"{workdir} has no chat template, so it cannot chat; write --prompt TEXT in place of "
+            "--chat, or name a template by --chat-template FILE"
+        )
+    return template
+
+
+def _lines(in_terminal: bool) -> Iterator[str]:
+    """Yield the lines of standard input that are not empty."""
+    if in_terminal:
+        import contextlib
+        import importlib
+
+        with contextlib.suppress(ImportError):  # lets input() edit a line
+            importlib.import_module("readline")
+    while True:
+        try:
+            line = _line(in_terminal)
+        except EOFError:
+            if in_terminal:
+                terminal.show("\n")
+            return
+        if line.strip():
+            # Bytes that are no UTF-8 cannot be in a template's text.
+            yield line.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _line(in_terminal: bool) -> str:
+    """Return a line of standard input without its end. Raises EOFError after the last."""
+    if in_terminal and sys.stdout.isatty():
+        return input("> ")
+    if in_terminal:  # the answers go elsewhere, and the prompt must not
+        sys.stderr.write("> ")
+        sys.stderr.flush()
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n").removesuffix("\r")
