@@ -100,6 +100,7 @@ class Model:
             DecodingError: A number is out of its range, or the tokenizer is another model's.
             DataError: The tokenizer is not there.
         """
+        from mupax.train.data.text.detokenizer import Detokenizer
         from mupax.train.reuse.generate import opened
         from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 
@@ -117,8 +118,9 @@ class Model:
         prompt_ids = opened.prompt_of(self._opened, self._tokenizer, prompt.encode("utf-8", "surrogateescape"))
         own = None if sampling.top_k is not None else sampling  # a generator for a top_k has its sampling already
         stream = self._text_generator(sampling).stream(prompt_ids, tokens, seed, sampling=own)
-        ids = [token for part in stream for token in part[0].tolist()]
-        return self._tokenizer.decode(ids)
+        decoder = Detokenizer(self._tokenizer, prompt_ids.tolist())
+        pieces = [decoder.add(part[0].tolist()) for part in stream]
+        return "".join([*pieces, decoder.finish()])
 
     def predict(
         self, images: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, top: int | None = None
