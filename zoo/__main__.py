@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     from mupax.train.reuse.huggingface.command import Export, Import
 
     check_words(argv)
+    memory.check_compiler()
     if argv and argv[0] in configs.CONFIGS:
         wrong = f"{argv[0]} is a model, not a command; write `python -m zoo describe {argv[0]}`"
         raise command_line.UsageError(wrong)
