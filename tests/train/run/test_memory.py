@@ -84,6 +84,14 @@ def trained(folder: Path, usage: fit.Needs) -> str:
     return "trained"
 
 
+def test_rows_have_nats_per_byte_beside_nats_per_token(trained: str) -> None:
+    rows = [json.loads(line) for line in (Path(trained) / "metrics.jsonl").read_text().splitlines()]
+    (evaluation,) = [row for row in rows if "eval_loss" in row]
+    assert evaluation["eval_loss_per_byte"] == pytest.approx(evaluation["eval_loss"])
+    steps = [row for row in rows if "loss" in row]
+    assert [row["loss_per_byte"] for row in steps] == pytest.approx([row["loss"] for row in steps])
+
+
 @pytest.mark.parametrize(
     ("words", "flag"),
     [

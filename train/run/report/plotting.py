@@ -97,7 +97,7 @@ def second_scale(axes: Axes, factor: float, label: str) -> None:
     """
     from matplotlib.ticker import FixedLocator, NullLocator
 
-    second = axes.secondary_yaxis(-0.13, functions=(lambda y: y * factor, lambda y: y / factor))
+    second = axes.secondary_yaxis(-0.13, functions=(lambda y: np.asarray(y) * factor, lambda y: np.asarray(y) / factor))
     second.yaxis.set_major_locator(FixedLocator([tick * factor for tick in axes.get_yticks()]))
     second.yaxis.set_minor_locator(NullLocator())
     second.yaxis.set_major_formatter(lambda tick, _: f"{tick:.3g}")

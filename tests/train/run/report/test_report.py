@@ -251,6 +251,19 @@ def test_summary_leads_with_accuracy_for_images(tmp_path):
     assert "trigram" not in text
 
 
+def test_summary_and_picture_have_both_units(tmp_path, figures):
+    path = write(tmp_path / "metrics.jsonl", lm_rows(200))
+    lines = [" ".join(line.strip("│ ").split()) for line in summary(path, bytes_per_token=2.0).splitlines()]
+    assert "evaluation loss 0.7914 nats/byte, 1.5828 nats/token" in lines
+    report.loss_plot(path, tmp_path / "loss.png", bytes_per_token=2.0)
+    report.loss_plot(path, tmp_path / "loss.png", bytes_per_token=1.0)
+    both, bytes_alone = (figure.axes[0] for figure in figures)
+    (second,) = both.child_axes
+    assert (both.get_ylabel(), second.get_ylabel()) == ("loss (nats per byte)", "nats per token")
+    np.testing.assert_allclose(second.get_yticks(), 2 * np.asarray(both.get_yticks()))
+    assert not bytes_alone.child_axes, "a token is a byte"
+
+
 def test_summary_divides_by_bytes_per_token(tmp_path):
     text = summary(write(tmp_path / "metrics.jsonl", lm_rows(200)), references=[TRIGRAM], bytes_per_token=2.0)
     assert "0.7914" in text
