@@ -70,9 +70,9 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def usage(folder: Path) -> fit.Needs:
     """Bytes that a tiny run takes."""
     config = cli.parse("lm-tiny", RECIPES["lm-tiny"], TINY.split()).config
-    found = fit.needs(assemble(config))
-    assert found is not None
-    return found
+    estimate = fit.needs(assemble(config))
+    assert estimate is not None
+    return estimate
 
 
 @pytest.fixture(scope="module")

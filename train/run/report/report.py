@@ -116,7 +116,7 @@ def summary(
     table = Table.grid(label_column, right, folded, padding=(0, 3, 0, 0))
     per_token = scale if per == "nats/byte" else None
     losses_of_text = _series(rows, "eval_loss", scale)[1]
-    remark = f"{per}{_beside(losses_of_text[-1], per_token)}" if losses_of_text.size else per
+    remark = f"{per}{_per_token(losses_of_text[-1], per_token)}" if losses_of_text.size else per
     loss = ("evaluation loss", per, losses_of_text, remark)
     accuracy = ("evaluation accuracy", "accuracy", _series(rows, "eval_accuracy")[1], "")
     for label, reference_unit, values, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
@@ -132,14 +132,14 @@ def summary(
         divisor, unit_of_set = _scale(unit, each)
         values, accuracies = (_series(rows, f"eval/{further}/{measure}")[1] for measure in ("loss", "accuracy"))
         if values.size:
-            beside = _beside(values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None)
-            remark = f"{unit_of_set}{beside}, accuracy {_quality(float(accuracies[-1]), 'accuracy')}"
+            in_tokens = _per_token(values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None)
+            remark = f"{unit_of_set}{in_tokens}, accuracy {_quality(float(accuracies[-1]), 'accuracy')}"
             table.add_row(f"  on {further}", f"{values[-1] / divisor:.4f}", remark)
     steps, losses = _series(rows, "loss")
     if len(steps):
         count = max(1, min(100, len(steps) // 20))
         mean = losses[-count:].mean() / scale
-        units = f"{per}{_beside(mean, per_token)}"
+        units = f"{per}{_per_token(mean, per_token)}"
         table.add_row(
             "training loss", f"{mean:.4f}", f"{units}, mean of the last {count} steps" if count > 1 else units
         )
@@ -172,9 +172,9 @@ def _scale(unit: str, bytes_per_token: float | None) -> tuple[float, str]:
     return (1.0, "nats/target") if bytes_per_token is None else (bytes_per_token, "nats/byte")
 
 
-def _beside(loss_per_byte: float, bytes_per_token: float | None) -> str:
+def _per_token(loss_per_byte: float, bytes_per_token: float | None) -> str:
     """Return a loss in nats per token, to stand behind the loss per byte; nothing where a token is a byte or there are none."""
-    if bytes_per_token in (None, 1.0):
+    if bytes_per_token is None or bytes_per_token == 1:
         return ""
     return f", {loss_per_byte * bytes_per_token:.4f} nats/token"
 
