@@ -17,7 +17,7 @@ VARIABLE = "MUPAX_MEMORY_CHECK"
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 _THREADS = 320 * 2**20
 """Address space that threads and the compiler take while a run trains: 250 MB were seen with two cores."""
-_COMPILER = 1500 * 2**20
+_COMPILER = 1650 * 2**20
 """Address space that JAX and its compiler need to start: with less, C++ ends the process without a word to Python."""
 _UNLIMITED = 2**60
 """From here on a limit of a version 1 cgroup stands for none."""

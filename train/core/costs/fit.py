@@ -249,15 +249,17 @@ def _fitting(program: Program, usage: Needs, limit: int, *, compiles: bool, else
         for config, flags in itertools.islice(_proposals(program, usage, limit), _TRIES):
             other = assemble(config)
             exact = compiles and (elsewhere or time.monotonic() - began < _PATIENCE_S)
-            smaller = needs(other) if exact else needs_by_shapes(other)
+            smaller = needs(other) if exact else _scaled(program, usage, other)
             if smaller and smaller.fits(limit):
                 how = "as compiled" if exact else "by estimate"
                 return f"With {flags} it takes {gib(smaller.peak)}, {how}"
     shorter = _smaller_text(program, usage, limit)
     if program.layout.platform == "tpu":
         return f"No flags make it fit here; `python -m train compile` finds the mesh of a pod. Else write {shorter}"
-    more_devices = _on_more_devices if compiles and elsewhere else _on_more_devices_by_shapes
-    text = more_devices(program, limit)
+    if compiles and elsewhere:
+        text = _on_more_devices(program, limit)
+    else:
+        text = _on_more_devices_by_shapes(program, usage, limit)
     if text.endswith("by estimate"):
         return f"{text}. On these devices write {shorter}"
     return f"No flags make it fit these devices. {text}. Write {shorter}"
@@ -288,12 +290,19 @@ def _on_more_devices(program: Program, limit: int) -> str:
     return best
 
 
-def _on_more_devices_by_shapes(program: Program, limit: int) -> str:
-    """Name the fewest devices that hold the run by its shapes alone; nothing is compiled."""
+def _scaled(program: Program, usage: Needs, other: Program) -> Needs:
+    """Estimate another program's step from this one's: activations in proportion to what the shapes say, all else by shapes."""
+    share = _activations(other, other.config) / max(1, _activations(program, program.config))
+    rest = max(0, usage.temporary - _gradients(program))
+    temporary = int(_gradients(other) + rest * share + absent.buffers(other))
+    return Needs(_state(other), temporary, compiled=False, saved=_saved(other))
+
+
+def _on_more_devices_by_shapes(program: Program, usage: Needs, limit: int) -> str:
+    """Name the fewest devices that hold the run by `_scaled`; nothing is compiled."""
     best = "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
-        usage = needs_by_shapes(larger)
-        peak = usage.peak + absent.buffers(larger)
+        peak = _scaled(program, usage, larger).peak
         words = " ".join(_mesh_flags(program.config, larger.config))
         best = f"On {larger.mesh.size} such devices, with {words}, it takes {gib(peak)} by estimate"
         if peak <= _SLACK * limit:
