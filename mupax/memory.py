@@ -15,6 +15,10 @@ from mupax.errors import MupaxError, MupaxFailure
 VARIABLE = "MUPAX_MEMORY_CHECK"
 """Environment variable; `off` lets every command start that the checks would refuse."""
 _PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_THREADS = 320 * 2**20
+"""Address space that threads and the compiler take while a run trains: 250 MB were seen with two cores."""
+_COMPILER = 1650 * 2**20
+"""Address space that JAX and its compiler need to start: with less, C++ ends the process without a word to Python."""
 _UNLIMITED = 2**60
 """From here on a limit of a version 1 cgroup stands for none."""
 _ASKED = re.compile(r"(?:allocate|allocating|Allocation of|tried to allocate) ([\d,]+) ?bytes", re.IGNORECASE)
@@ -93,6 +97,25 @@ def explained(advice: str) -> Iterator[None]:
         raise OutOfMemory(f"{described}. {advice}") from error
 
 
+def check_compiler() -> None:
+    """Refuse to start where `ulimit -v` leaves too little address space for JAX itself.
+
+    Raises:
+        MemoryLimitError: it leaves less.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY or not checks():
+        return
+    left = _COMPILER
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        left = limit - _fields(_PROC / "self" / "status")["VmSize"] * 1024
+    if left < _COMPILER:
+        raise MemoryLimitError(
+            f"out of memory: `ulimit -v` leaves {gib(max(0, left))}, and JAX and its compiler need {gib(_COMPILER)} to start. "
+            f"Raise the limit; {VARIABLE}=off tries all the same"
+        )
+
+
 def checks() -> bool:
     """Return whether memory is checked before work starts: `MUPAX_MEMORY_CHECK=off` turns the checks off."""
     return os.environ.get(VARIABLE, "").lower() not in ("off", "0", "false", "no")
@@ -136,7 +159,7 @@ def _ulimits() -> Iterator[Room]:
         for kind, field, name in kinds:
             limit, _ = resource.getrlimit(kind)
             if limit != resource.RLIM_INFINITY:
-                yield Room(limit - used[field] * 1024, f"`{name}`")
+                yield Room(limit - used[field] * 1024 - _THREADS, f"`{name}`")
 
 
 def _containers() -> Iterator[Room]:

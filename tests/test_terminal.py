@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax import terminal
+from mupax import memory, terminal
 
 pytestmark = pytest.mark.core
 
@@ -46,6 +46,8 @@ def printed(words: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_no_word_breaks_at_80_columns_and_no_line_in_a_pipe(
     words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What others leave of the machine's memory is another amount each time.
+    monkeypatch.setattr(memory, "room", lambda: memory.Room(8 * 2**30, "this machine"))
     monkeypatch.setenv("COLUMNS", "80")
     piped = printed(words, capsys)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

@@ -99,6 +99,7 @@ def _command(argv: list[str]) -> int:
     from mupax.train.config.recipes import RECIPES
     from mupax.train.parallel import hardware
 
+    memory.check_compiler()
     hardware.keep_freed_memory()
     check_words(argv)
     modules, argv = plugins.split(argv)

@@ -36,6 +36,7 @@ def main(argv: list[str]) -> int:
 
     check_words(argv)
     argv = plugins.without_plugins(argv)
+    memory.check_compiler()
     if argv and argv[0] in configs.CONFIGS:
         wrong = f"{argv[0]} is a model, not a command; write `mupax zoo describe {argv[0]}`"
         raise command_line.UsageError(wrong)

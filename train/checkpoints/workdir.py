@@ -120,8 +120,8 @@ def _claim(config: Config) -> tuple[str, bool]:
 
 def _unstarted(path: Path) -> bool:
     """Return whether a folder holds nothing but a run that failed or was stopped before its first step was done."""
-    known = (*_FIRST, *_BEFORE_STEPS)
-    if not all(any(map(Path(name).match, known)) for name in disk.names(path)):
+    written_early = (*_FIRST, *_BEFORE_STEPS)
+    if not all(any(map(Path(name).match, written_early)) for name in disk.names(path)):
         return False
     saves = [name for name in disk.names(path / CHECKPOINTS) if not any(map(Path(name).match, PROBES))]
     metrics = disk.status(path / "metrics.jsonl")

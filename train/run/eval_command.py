@@ -294,7 +294,7 @@ def _numbers(data: Any, scores: Any) -> dict[str, Any]:
         "loss": loss,
         "accuracy": accuracy,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        **({"bits_per_byte": loss / math.log(2) / each} if each else {}),
+        **({"loss_per_byte": loss / each, "bits_per_byte": loss / math.log(2) / each} if each else {}),
         "examples": data.eval_size,
         "targets": targets,
     }
@@ -335,9 +335,10 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     name, step = Path(numbers["workdir"]).name, numbers["step"]
     other = "" if numbers["data_of_the_run"] or step is None else ", other data than the run's"
     text = {"bits per byte": f"{numbers['bits_per_byte']:.4f}"} if "bits_per_byte" in numbers else {}
+    per_byte = f" per token, {numbers['loss_per_byte']:.4f} nats per byte" if "loss_per_byte" in numbers else ""
     rows = {
         "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
-        "loss": f"{numbers['loss']:.4f} nats",
+        "loss": f"{numbers['loss']:.4f} nats{per_byte}",
         "perplexity": f"{numbers['perplexity']:.4g}",
         **text,
         "accuracy": f"{100 * numbers['accuracy']:.2f} %",

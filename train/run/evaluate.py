@@ -16,6 +16,7 @@ from mupax.train.core.step import Batch, StepInputs, Sums
 from mupax.train.data import Data, reading
 from mupax.train.parallel.sharding import Feed
 from mupax.train.run.prefetch import Prefetch
+from mupax.train.run.report.metrics import loss_per_byte
 from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:
@@ -84,9 +85,11 @@ def evaluation(session: Session, report: Report, state: TrainState, step: int) -
     with reading():
         scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
         row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
+        row |= loss_per_byte("eval_loss_per_byte", scores.loss, session.data)
         for name, data in session.sets.items():
             scores = evaluate(session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching)
             row |= {f"eval/{name}/loss": scores.loss, f"eval/{name}/accuracy": scores.accuracy}
+            row |= loss_per_byte(f"eval/{name}/loss_per_byte", scores.loss, data)
     report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
     if session.snapshots is not None:
         report.show(step, session.snapshots.take(state, dispatching))

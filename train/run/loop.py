@@ -39,6 +39,8 @@ from mupax.train.run.start import (
     starting_position,
 )
 
+_FREED_S = 0.005
+"""Time for a CPU to free a step's temporaries, where there is no room for those of two steps."""
 _LISTEN_S = 0.1
 """How often a run that waits for data looks whether it is to stop."""
 
@@ -161,6 +163,9 @@ def train(session: Session, position: Position) -> TrainState:
                 step += 1
                 report.add(step, metrics)
                 report.fetch(session.in_flight)
+                if session.in_flight == 0:
+                    # A CPU says that a step is done a moment before it frees the step's temporaries.
+                    time.sleep(_FREED_S)
                 report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
         except (Interrupted, DataError, ReadError) as error:

@@ -17,7 +17,7 @@ from mupax.train.core.nonfinite import RejectedStep, culprit
 from mupax.train.core.program import Program
 from mupax.train.data import Data
 from mupax.train.parallel import hardware
-from mupax.train.run.report.metrics import MetricsWriter
+from mupax.train.run.report.metrics import MetricsWriter, loss_per_byte
 from mupax.train.run.report.progress import Progress
 from mupax.train.run.report.timing import Profile, Timing
 from mupax.train.run.runtime import Runtime
@@ -46,6 +46,7 @@ class Report(contextlib.ExitStack):
         super().__init__()
         config, log = rt.config, rt.config.log
         self._unit, self._program, self._faults, self._left_out = data.kind, program, config.faults, left_out
+        self._data = data
         self._writer: MetricsWriter | None = None
         self._spool = rt.spool
         if rt.processes.leader:
@@ -130,7 +131,8 @@ class Report(contextlib.ExitStack):
             values = {name: float(value) for name, value in values.items()}
             weight = values.pop("weight")
             count = int(weight) if math.isfinite(weight) else 0  # judged by the loss, which is no number then either
-            row = {"step": step, **values, self._unit: count}
+            per_byte = loss_per_byte("loss_per_byte", values["loss"], self._data)
+            row = {"step": step, **values, **per_byte, self._unit: count}
             row |= {"spike": True} if spike else {}
             row |= {"skipped": True} if skipped else {}
             row |= {"batch": step - 1 + self._left_out} if self._left_out else {}
@@ -144,7 +146,7 @@ class Report(contextlib.ExitStack):
                 self._bad = RejectedStep(step, values["loss"], values["grad_norm"], where, in_a_row)
                 continue
             self.timing.step(seconds, count, waited)
-            self.progress.update(step, values["loss"], values["lr"])
+            self.progress.update(step, values["loss"], values["lr"], per_byte.get("loss_per_byte"))
             if self.timing.due:
                 self._write_speed(step)
 

@@ -387,9 +387,9 @@ def test_bfloat16_parameters_move_at_small_rates_as_float32_ones_do(name: str) -
         def one(carry: Any, step: jax.Array) -> tuple[Any, None]:
             w, state = carry
             seed = jnp.uint32(0) if rounds else None
-            given = {n: g.astype(dtype) for n, g in grads.items()}
+            gradients = {n: g.astype(dtype) for n, g in grads.items()}
             new = optimizer.apply_gradients(
-                tx, given, state, w, factors=factors, hyper=hyper, rounding_seed=seed, step=step
+                tx, gradients, state, w, factors=factors, hyper=hyper, rounding_seed=seed, step=step
             )
             return jax.tree.map(lambda after, before: after.astype(before.dtype), new, carry), None
 

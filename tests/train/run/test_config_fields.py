@@ -317,6 +317,7 @@ FIELDS: dict[str, Way] = {
     "faults.bad_numbers": Shown("train/core/test_nonfinite.py", "--bad-numbers"),
     "faults.most_in_a_row": Shown("train/core/test_nonfinite.py", "--faults.most-in-a-row"),
     **on(program, TOKENS, "faults.", spike_deviations=4.0, skip_spikes=True),
+    "faults.memory_check": Shown("train/run/test_memory.py", "--faults.no-memory-check"),
     "faults.watchdog_seconds": (slow_run, changed(RUN, "faults.watchdog_seconds", 100.0), 1.0),
     **on(run, RUN, "log.", eval_every_steps=2, tensorboard=False, samples=True, profile="3:5", progress=False),
     **on(program, TOKENS, steps=9, z_loss=0.1, freeze=("bias",), train_only=("bias",)),

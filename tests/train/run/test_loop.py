@@ -135,7 +135,7 @@ def test_metrics_have_a_row_per_step_and_per_evaluation(plain: Done) -> None:
     steps = rows("plain")
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     for row in steps:
-        assert row.keys() == {"step", "loss", "accuracy", "lr", "grad_norm", "tokens", "seconds"}
+        assert row.keys() == {"step", "loss", "loss_per_byte", "accuracy", "lr", "grad_norm", "tokens", "seconds"}
         assert row["tokens"] == 16 * 16
         assert row["loss"] > 0 < row["grad_norm"]
     assert steps[0]["lr"] == pytest.approx(steps[1]["lr"] / 2)
@@ -143,7 +143,7 @@ def test_metrics_have_a_row_per_step_and_per_evaluation(plain: Done) -> None:
     records = evaluations("plain")
     assert [row["step"] for row in records] == [4, STEPS]
     for row in records:
-        assert row.keys() == {"step", "eval_loss", "eval_accuracy"}
+        assert row.keys() == {"step", "eval_loss", "eval_loss_per_byte", "eval_accuracy"}
         assert 0 < row["eval_accuracy"] < 1
     assert records[1]["eval_loss"] < records[0]["eval_loss"] < steps[0]["loss"]
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,6 +26,8 @@ from mupax.zoo.definition import definition
 
 _TRIES = 4
 """Proposals that are compiled; the estimates that order them are within some ten per cent."""
+_PATIENCE_S = 20.0
+"""How long the compiler may look for flags where a run is refused; a dry run has all the time that it takes."""
 _SLACK = 0.9
 """Of the memory, as an estimate may be: the rest is the runtime's and the host's."""
 OVERRIDE = "--faults.no-memory-check starts the run all the same"
@@ -171,7 +174,7 @@ def check_step(program: Program, step: jax.stages.Compiled, limit: int | None, *
     usage = needs_of(program, step)
     if usage is not None and not saves:
         usage = dataclasses.replace(usage, saved=0)
-    if usage is not None and (problem := verdict(program, usage, limit)):
+    if usage is not None and (problem := verdict(program, usage, limit, elsewhere=False)):
         raise MemoryLimitError(f"out of memory: {problem}. {OVERRIDE}")
 
 
@@ -209,7 +212,7 @@ def check_evaluation(program: Program, evaluation: jax.stages.Compiled, limit: i
 def advice(program: Program) -> str:
     """Return a sentence with flags that take less memory, for a run that ended because there was none left."""
     usage = needs_by_shapes(program)
-    return f"By its shapes the step takes {verdict(program, usage, int(0.75 * usage.peak), compiles=False)}"
+    return f"By its shapes it takes {gib(usage.peak)}. {_fitting(program, usage, int(0.75 * usage.peak), compiles=False, elsewhere=False)}"
 
 
 def _of(peak: float, limit: int, program: Program) -> str:
@@ -221,7 +224,7 @@ def _of(peak: float, limit: int, program: Program) -> str:
     return f"{gib(peak)} of {gib(limit)} on {devices}{source}"
 
 
-def verdict(program: Program, usage: Needs, limit: int, *, compiles: bool = True) -> str | None:
+def verdict(program: Program, usage: Needs, limit: int, *, compiles: bool = True, elsewhere: bool = True) -> str | None:
     """Return a sentence for a step that does not fit, with the flags that would; None for one that does.
 
     Args:
@@ -229,28 +232,37 @@ def verdict(program: Program, usage: Needs, limit: int, *, compiles: bool = True
         usage: by its step.
         limit: bytes of a device.
         compiles: whether proposals are compiled before they are made; else they are estimated from shapes.
+        elsewhere: whether the compiler is asked about more devices too, and as long as it takes.
     """
     if usage.fits(limit):
         return None
     says = f"{_of(usage.peak, limit, program)}."
     if not usage.compiled and compiles:
         says += " An estimate fits where it leaves a tenth."
+    return f"{says} {_fitting(program, usage, limit, compiles=compiles, elsewhere=elsewhere)}"
+
+
+def _fitting(program: Program, usage: Needs, limit: int, *, compiles: bool, elsewhere: bool) -> str:
+    """Name flags with which a step fits that does not, or say that there are none."""
+    began = time.monotonic()
     if absent.here(program):
         for config, flags in itertools.islice(_proposals(program, usage, limit), _TRIES):
             other = assemble(config)
-            smaller = needs(other) if compiles else needs_by_shapes(other)
+            exact = compiles and (elsewhere or time.monotonic() - began < _PATIENCE_S)
+            smaller = needs(other) if exact else _scaled(program, usage, other)
             if smaller and smaller.fits(limit):
-                how = "as compiled" if compiles else "by estimate"
-                return f"{says} With {flags} it takes {gib(smaller.peak)}, {how}"
+                how = "as compiled" if exact else "by estimate"
+                return f"With {flags} it takes {gib(smaller.peak)}, {how}"
     shorter = _smaller_text(program, usage, limit)
     if program.layout.platform == "tpu":
-        return (
-            f"{says} No flags make it fit here; `python -m train compile` finds the mesh of a pod. Else write {shorter}"
-        )
-    text = _on_more_devices(program, limit) if compiles else _on_more_devices_by_shapes(program, limit)
+        return f"No flags make it fit here; `python -m train compile` finds the mesh of a pod. Else write {shorter}"
+    if compiles and elsewhere:
+        text = _on_more_devices(program, limit)
+    else:
+        text = _on_more_devices_by_shapes(program, usage, limit)
     if text.endswith("by estimate"):
-        return f"{says} {text}. On these devices write {shorter}"
-    return f"{says} No flags make it fit these devices. {text}. Write {shorter}"
+        return f"{text}. On these devices write {shorter}"
+    return f"No flags make it fit these devices. {text}. Write {shorter}"
 
 
 def _on_more_devices(program: Program, limit: int) -> str:
@@ -278,12 +290,19 @@ def _on_more_devices(program: Program, limit: int) -> str:
     return best
 
 
-def _on_more_devices_by_shapes(program: Program, limit: int) -> str:
-    """Name the fewest devices that hold the run by its shapes alone; nothing is compiled."""
+def _scaled(program: Program, usage: Needs, other: Program) -> Needs:
+    """Estimate another program's step from this one's: activations in proportion to what the shapes say, all else by shapes."""
+    share = _activations(other, other.config) / max(1, _activations(program, program.config))
+    rest = max(0, usage.temporary - _gradients(program))
+    temporary = int(_gradients(other) + rest * share + absent.buffers(other))
+    return Needs(_state(other), temporary, compiled=False, saved=_saved(other))
+
+
+def _on_more_devices_by_shapes(program: Program, usage: Needs, limit: int) -> str:
+    """Name the fewest devices that hold the run by `_scaled`; nothing is compiled."""
     best = "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
-        usage = needs_by_shapes(larger)
-        peak = usage.peak + absent.buffers(larger)
+        peak = _scaled(program, usage, larger).peak
         words = " ".join(_mesh_flags(program.config, larger.config))
         best = f"On {larger.mesh.size} such devices, with {words}, it takes {gib(peak)} by estimate"
         if peak <= _SLACK * limit:

@@ -108,6 +108,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.core.costs import fit
     from mupax.train.reuse import runs
     from mupax.zoo.layers import cache as caches
+    from mupax.zoo.transformer import transformer
 
     tokenizer = opened.tokenizer_of(run)
     assert args.prompt is not None  # see _check
@@ -115,7 +116,8 @@ def main(argv: Sequence[str]) -> int:
     prompt = opened.prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
-    empty = jax.eval_shape(lambda: caches.empty(run.config.model, args.samples))
+    model = transformer(run.config.model, "writing text")
+    empty = jax.eval_shape(lambda: caches.empty(model, args.samples))
     fit.check_arrays(empty, f"keys and values of {args.samples} samples", "Write fewer --samples")
     generator = Generator(program, params, program.step_inputs(), sampling=sampling, samples=args.samples)
     cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)

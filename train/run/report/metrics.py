@@ -2,13 +2,15 @@
 
 metrics.jsonl has a JSON object per step and per evaluation, as they come, and every ten seconds and at the end one of speed:
 
-    {"step": 12, "loss": 2.31, "lr": 0.001, "grad_norm": 0.84, "tokens": 8192, "seconds": 0.21}
-    {"step": 500, "eval_loss": 1.62, "eval_accuracy": 0.51}
+    {"step": 12, "loss": 2.31, "loss_per_byte": 0.64, "lr": 0.001, "grad_norm": 0.84, "tokens": 8192, "seconds": 0.21}
+    {"step": 500, "eval_loss": 1.62, "eval_accuracy": 0.51, "eval_loss_per_byte": 0.45}
     {"step": 512, "perf_step_seconds_p50": 0.21, "perf_data_wait": 0.001, "perf_flops_per_second": 3.1e+11}
 
 * loss, accuracy: means over the targets of the step's batch, before its update; the loss in nats. eval_loss and
   eval_accuracy: those over the evaluation examples. eval_weights: "ema" where they are the moving average's.
   eval/NAME/loss and eval/NAME/accuracy: the same of a further set (data.evaluate), in the same row.
+* loss_per_byte, eval_loss_per_byte, eval/NAME/loss_per_byte: each loss over the mean bytes of text per token of the evaluation
+  text (of the set's own for a set), in nats per byte, which tokenizers do not change. Text only, where targets are the text.
 * stopped: why the run ended before its last step (stop.patience), in a row of its own.
 * logit_z_loss: with --z-loss, mean of logsumexp(logits)^2, before its weight; loss is without it.
 * lr: learning rate of the step, at base size. grad_norm: of the whole gradient, before clipping.
@@ -43,17 +45,34 @@ from mupax.errors import MupaxError
 from mupax.paths import path_of
 
 if TYPE_CHECKING:
+    from mupax.train.data import Data
     from mupax.train.run.report.mirrors.mirrors import Mirrors
     from mupax.train.run.report.mirrors.tags import Media
 
 FILE_NAME = "metrics.jsonl"
-_NUMBERS = ("loss", "accuracy", "eval_loss", "eval_accuracy", "lr", "grad_norm", "tokens", "images", "seconds")
+_NUMBERS = (
+    *("loss", "loss_per_byte", "accuracy", "eval_loss", "eval_loss_per_byte", "eval_accuracy"),
+    *("lr", "grad_norm", "tokens", "images", "seconds"),
+)
 """What a row has as numbers, or null."""
 _INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
 
 
 class MetricsError(MupaxError):
     """Metrics that cannot be read or logged as asked. The text says what to do instead."""
+
+
+def loss_per_byte(key: str, loss: float, data: Data) -> dict[str, float]:
+    """Return a loss in nats per byte as a part of a row; empty for images, and for text where targets are not the text.
+
+    Args:
+        key: name that the row gets.
+        loss: nats per token.
+        data: data that the loss was measured on.
+    """
+    if data.kind != "tokens" or data.bytes_per_token is None:
+        return {}
+    return {key: loss / data.bytes_per_token}
 
 
 class MetricsWriter:

@@ -89,6 +89,25 @@ def limits(axes: Axes, values: np.ndarray, *, log: bool) -> None:
     axes.yaxis.set_major_formatter(lambda tick, _: f"{tick:g}")
 
 
+def second_scale(axes: Axes, factor: float, label: str) -> None:
+    """Draw the y axis a second time, further left, with the numbers of its ticks in another unit.
+
+    Args:
+        axes: panel whose ticks are set.
+        factor: numbers in the other unit over those in the panel's.
+        label: name of the other unit.
+    """
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    second = axes.secondary_yaxis(-0.13, functions=(lambda y: np.asarray(y) * factor, lambda y: np.asarray(y) / factor))
+    second.yaxis.set_major_locator(FixedLocator([tick * factor for tick in axes.get_yticks()]))
+    second.yaxis.set_minor_locator(NullLocator())
+    second.yaxis.set_major_formatter(lambda tick, _: f"{tick:.3g}")
+    second.set_ylabel(label, color=INK)
+    second.tick_params(colors=INK, labelsize=8)
+    second.spines["left"].set_color(GREY)
+
+
 def margin_labels(axes: Axes, labels: Sequence[tuple[float, str, str]], gap: float) -> None:
     """Name values in the right margin of the panel, each tied to its value by a line.
 

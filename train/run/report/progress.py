@@ -59,6 +59,7 @@ class Progress:
         """When the first step of the session was done."""
         self._ended: float | None = None
         self._loss = self._lr = math.nan
+        self._loss_per_byte: float | None = None
         # Live takes over standard output, so a quiet console must not have one: it would swallow what others print.
         live = enabled and console.is_terminal and not console.is_dumb_terminal and not console.quiet
         self._live = Live(self, console=console, refresh_per_second=4) if live else None
@@ -79,14 +80,16 @@ class Progress:
         elif self._plain and self._compiled and self._plain_last[0] != self.step:
             self._print_line()
 
-    def update(self, step: int, loss: float, lr: float) -> None:
+    def update(self, step: int, loss: float, lr: float, loss_per_byte: float | None = None) -> None:
         """Show a finished optimizer step.
 
         Args:
             step: steps done, counting this one.
             loss: mean loss of the step's batch, in nats.
             lr: learning rate of the step, at base size.
+            loss_per_byte: the loss in nats per byte of text, where it has one.
         """
+        self._loss_per_byte = loss_per_byte
         now = self._updated = self._clock()
         self._compiled = self._compiled or now
         self.step, self._loss, self._lr = step, loss, lr
@@ -101,10 +104,12 @@ class Progress:
         width = len(str(self.total_steps))
         text = Text.assemble(("eval", "bold cyan"), f"  step {row['step']:>{width}}")
         text.append(f"  loss {row['eval_loss']:.4f}", "bold")
+        text.append(_per_byte(row["eval_loss"], row.get("eval_loss_per_byte")))
         if row.get("eval_accuracy") is not None:
             text.append(f"  accuracy {100 * row['eval_accuracy']:.2f} %")
         for name in (name for name in row if name.startswith("eval/") and name.endswith("/loss")):
             text.append(f"  {name.split('/')[1]} {row[name]:.4f}")
+            text.append(_per_byte(row[name], row.get(f"{name}_per_byte")))
         if row.get("eval_weights"):
             text.append(f"  ({row['eval_weights']} weights)")
         text.append(f"  after {duration(self._clock() - self._began)}", "dim")
@@ -158,7 +163,10 @@ class Progress:
                 return {"state": Text("nothing left to do")}
             return {"state": Text(f"waiting for the first step, {duration(self._clock() - self._began)}", "dim")}
         fields = {
-            "loss": Text(f"loss {self._loss:.4f}", "bold" if math.isfinite(self._loss) else "bold red"),
+            "loss": Text(
+                f"loss {self._loss:.4f}{_per_byte(self._loss, self._loss_per_byte)}",
+                "bold" if math.isfinite(self._loss) else "bold red",
+            ),
             "lr": Text(f"lr {self._lr:.2e}"),
         }
         recent = self._timing.recent
@@ -177,6 +185,13 @@ class Progress:
     def _print_line(self) -> None:
         self._plain_last = (self.step, self._updated)
         self.note("  ".join(["step " + self._count(), *(text.plain for text in self._fields().values())]))
+
+
+def _per_byte(loss: float, loss_per_byte: float | None) -> str:
+    """Return the loss in nats per byte, to stand behind the loss per token; nothing where a token is a byte."""
+    if loss_per_byte is None or not math.isfinite(loss_per_byte) or loss_per_byte == loss:
+        return ""
+    return f" ({loss_per_byte:.4f}/byte)"
 
 
 def announce(program: Program, data: Data, console: Console) -> None:

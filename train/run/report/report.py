@@ -79,6 +79,8 @@ def loss_plot(
     around = np.array([*smooth, *extremes])
     gap = 0.06 * panels**0.5 * (4.4 if panels == 1 else 6.2) / height
     _evaluations(upper, evaluations, lines, "{:.3f}", gap=gap, log=True, around=around, further=further_losses)
+    if per == "nats/byte" and scale != 1:
+        plotting.second_scale(upper, scale, "nats per token")
     above = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1)}  # where no line runs
     upper.legend(**above, ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9)
     for axes in lower:
@@ -124,7 +126,10 @@ def summary(
     scale, per = _scale(unit, bytes_per_token)
     label_column, right, folded = Column(no_wrap=True), Column(justify="right", no_wrap=True), Column(overflow="fold")
     table = Table.grid(label_column, right, folded, padding=(0, 3, 0, 0))
-    loss = ("evaluation loss", per, _series(rows, "eval_loss", scale)[1], per)
+    per_token = scale if per == "nats/byte" else None
+    losses_of_text = _series(rows, "eval_loss", scale)[1]
+    remark = f"{per}{_per_token(losses_of_text[-1], per_token)}" if losses_of_text.size else per
+    loss = ("evaluation loss", per, losses_of_text, remark)
     accuracy = ("evaluation accuracy", "accuracy", _series(rows, "eval_accuracy")[1], "")
     for label, reference_unit, values, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
         if not values.size:
@@ -139,13 +144,17 @@ def summary(
         divisor, unit_of_set = _scale(unit, each)
         values, accuracies = (_series(rows, f"eval/{further}/{measure}")[1] for measure in ("loss", "accuracy"))
         if values.size:
-            remark = f"{unit_of_set}, accuracy {_quality(float(accuracies[-1]), 'accuracy')}"
+            in_tokens = _per_token(values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None)
+            remark = f"{unit_of_set}{in_tokens}, accuracy {_quality(float(accuracies[-1]), 'accuracy')}"
             table.add_row(f"  on {further}", f"{values[-1] / divisor:.4f}", remark)
     steps, losses = _series(rows, "loss")
     if len(steps):
         count = max(1, min(100, len(steps) // 20))
         mean = losses[-count:].mean() / scale
-        table.add_row("training loss", f"{mean:.4f}", f"{per}, mean of the last {count} steps" if count > 1 else per)
+        units = f"{per}{_per_token(mean, per_token)}"
+        table.add_row(
+            "training loss", f"{mean:.4f}", f"{units}, mean of the last {count} steps" if count > 1 else units
+        )
 
     rates = [row[unit] / row["seconds"] for row in rows if row.get("seconds") and unit in row]
     rate = f", {quantity(float(np.median(rates)))} {unit}/s while training" if rates else ""
@@ -173,6 +182,13 @@ def _scale(unit: str, bytes_per_token: float | None) -> tuple[float, str]:
     if unit != "tokens":
         return 1.0, "nats/image"
     return (1.0, "nats/target") if bytes_per_token is None else (bytes_per_token, "nats/byte")
+
+
+def _per_token(loss_per_byte: float, bytes_per_token: float | None) -> str:
+    """Return a loss in nats per token, to stand behind the loss per byte; nothing where a token is a byte or there are none."""
+    if bytes_per_token is None or bytes_per_token == 1:
+        return ""
+    return f", {loss_per_byte * bytes_per_token:.4f} nats/token"
 
 
 def _series(rows: Sequence[Mapping[str, Any]], key: str, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:

@@ -237,3 +237,14 @@ def test_a_quiet_console_leaves_standard_output_alone(capsys):
         progress.update(step=1, loss=1.0, lr=1.0)
         progress.evaluated({"step": 1, "eval_loss": 1.0})
     assert capsys.readouterr().out == "another process prints\n"
+
+
+def test_the_screen_has_nats_per_byte_beside_nats_per_token():
+    run = Run(width=120)
+    run.timing.step(0.1, 8192, 0.0)
+    run.progress.update(1, 3.0, lr=1e-3, loss_per_byte=0.75)
+    assert "loss 3.0000 (0.7500/byte)" in run.drawn()
+    run.progress.evaluated({"step": 1, "eval_loss": 3.5, "eval_loss_per_byte": 0.875, "eval_accuracy": 0.5})
+    assert "loss 3.5000 (0.8750/byte)" in run.console.export_text()
+    run.progress.update(2, 3.0, lr=1e-3, loss_per_byte=3.0)
+    assert "byte" not in run.drawn(), "a token is a byte"

@@ -298,6 +298,19 @@ def test_summary_leads_with_accuracy_for_images(tmp_path):
     assert "trigram" not in text
 
 
+def test_summary_and_picture_have_both_units(tmp_path, figures):
+    path = write(tmp_path / "metrics.jsonl", lm_rows(200))
+    lines = [" ".join(line.strip("│ ").split()) for line in summary(path, bytes_per_token=2.0).splitlines()]
+    assert "evaluation loss 0.7914 nats/byte, 1.5828 nats/token" in lines
+    report.loss_plot(path, tmp_path / "loss.png", bytes_per_token=2.0)
+    report.loss_plot(path, tmp_path / "loss.png", bytes_per_token=1.0)
+    two_scales, one_scale = (figure.axes[0] for figure in figures)
+    (second,) = two_scales.child_axes
+    assert (two_scales.get_ylabel(), second.get_ylabel()) == ("loss (nats per byte)", "nats per token")
+    np.testing.assert_allclose(second.get_yticks(), 2 * np.asarray(two_scales.get_yticks()))
+    assert not one_scale.child_axes, "a token is a byte"
+
+
 def test_summary_divides_by_bytes_per_token(tmp_path):
     text = summary(write(tmp_path / "metrics.jsonl", lm_rows(200)), references=[TRIGRAM], bytes_per_token=2.0)
     assert "0.7914" in text
