@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mupax import terminal
+from mupax.paths import user_folder as settings_folder
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
 from mupax.presets.tuned import schema
@@ -86,8 +86,8 @@ class Tuned:
 
 
 def user_folder() -> Path:
-    """Return the folder of tuned presets that every project of this user finds: ~/.config/mupax/tuned, by XDG_CONFIG_HOME."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mupax" / "tuned"
+    """Return the folder of tuned presets that every project of this user finds: `tuned` in `mupax.paths.user_folder`."""
+    return settings_folder() / "tuned"
 
 
 def files() -> dict[str, Path]:

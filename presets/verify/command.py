@@ -1,4 +1,4 @@
-"""`python -m presets verify`: reads dumps and configs of other code, and says which parameter is wrong, what follows, what to write."""
+"""`mupax presets verify`: reads dumps and configs of other code, and says which parameter is wrong, what follows, what to write."""
 
 from __future__ import annotations
 

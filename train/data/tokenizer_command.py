@@ -23,7 +23,7 @@ class TrainTokenizer:
 
     SOURCES are any texts that --data.name takes: text:PATH, records:PATH, chat:PATH, hf:NAME, python_corpus. Written as
     NAME=SOURCE:WEIGHT, each has its share of the training bytes, as in --data.mix. At most 256 MB of the training part of the
-    texts are read. Use the file with `python -m train lm-tiny --data.tokenizer FILE`.
+    texts are read. Use the file with `mupax train lm-tiny --data.tokenizer FILE`.
     """
 
     sources: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="SOURCES")]
@@ -67,7 +67,7 @@ class TrainTokenizer:
         terminal.say(f"{file} has {encoder.vocab_size:,} tokens, of which {special} stand for no text")
         terminal.say("use it with")
         flags = f"--data.tokenizer {shlex.quote(self.out)} --model.vocab-size {encoder.vocab_size}"
-        print(terminal.command(f"python -m train lm-tiny {self._data_flags()} {flags}"))
+        print(terminal.command(f"mupax train lm-tiny {self._data_flags()} {flags}"))
         return 0
 
     def _file(self) -> Path:

@@ -43,7 +43,7 @@ def make_mesh(
     sizes = _sizes(config, len(devices))
     if sizes["sweep"] > 1 and not swept:
         raise MeshError(
-            f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `python -m train sweep`"
+            f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `mupax train sweep`"
         )
     attribute, islands = _islands(devices)
     across = _across(config, sizes, len(islands))

@@ -1,4 +1,4 @@
-"""`python -m train noise WORKDIR`: the gradient noise scale of a run at a checkpoint, below which joint rules hold.
+"""`mupax train noise WORKDIR`: the gradient noise scale of a run at a checkpoint, below which joint rules hold.
 
 B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, 1812.06162, equation 2.9): the batch at which noise and gradient are equally
 large. |g|^2 of a batch is |G|^2 + tr(Sigma) / B, the product of two batches' gradients is |G|^2, so J batches tell both without bias.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Noise(CheckpointFlags):
     """The gradient noise scale at a checkpoint: the batch above which more examples change the gradient little.
 
-    Joint rules (`python -m presets joint`) hold well below it; give it to a run as --noise-scale. It grows while the loss falls, so
+    Joint rules (`mupax presets joint`) hold well below it; give it to a run as --noise-scale. It grows while the loss falls, so
     measure where most of the run is spent. Of the parameters themselves unless --ema, on batches that the run would see next;
     --data.batch-size, --mesh.* and --model.compute.* of the run work here too.
     """
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         WorkdirError: no such run or step, or a damaged checkpoint.
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
-    args, rest = command_line.parse_known(Noise, "python -m train noise", argv)
+    args, rest = command_line.parse_known(Noise, "mupax train noise", argv)
     from mupax.train.reuse import pretrained
 
     opened = functools.partial(pretrained.run_of, args.workdir, args.step, args.ema)

@@ -45,8 +45,8 @@ def recipe(path: str) -> Callable[[], Config]:
 
     def load() -> Config:
         try:
-            known = with_current_pixels(_with_named_sources(fields), is_record=False)
-            return from_json(_over(_start(fields), known))
+            current = with_current_pixels(_with_named_sources(fields), is_record=False)
+            return from_json(_over(_start(fields), current))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 

@@ -1,4 +1,4 @@
-"""`python -m train generate RUN --chat`: a conversation with a model, in a terminal or through a pipe."""
+"""`mupax train generate RUN --chat`: a conversation with a model, in a terminal or through a pipe."""
 
 from __future__ import annotations
 

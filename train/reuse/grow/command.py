@@ -1,4 +1,4 @@
-"""`python -m train grow CHECKPOINT --to MODEL --out WORKDIR`: go on with a larger model that computes what the smaller one did."""
+"""`mupax train grow CHECKPOINT --to MODEL --out WORKDIR`: go on with a larger model that computes what the smaller one did."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Grow:
     checkpoint: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="CHECKPOINT")]
     """A workdir, or WORKDIR/checkpoints/STEP."""
     to: Annotated[str | None, conf.arg(metavar="MODEL")] = None
-    """Larger model of `python -m zoo`; the checkpoint's own unless given."""
+    """Larger model of `mupax zoo`; the checkpoint's own unless given."""
     set: Annotated[tuple[str, ...], conf.arg(metavar="FIELD=VALUE ...")] = ()
     """Of the larger model: num_heads=8 mlp_ratio=4 depth=6."""
     steps: Annotated[int | None, conf.arg(metavar="N")] = None
@@ -49,7 +49,7 @@ class Grow:
 
 def main(argv: Sequence[str]) -> int:
     """Grows; 0 when done. Raises UsageError, GrowError, ConfigError or WeightsError for what does not fit."""
-    args = command_line.parse(Grow, "python -m train grow", argv)
+    args = command_line.parse(Grow, "mupax train grow", argv)
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
     from mupax.train.checkpoints import saved_run

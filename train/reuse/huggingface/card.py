@@ -85,7 +85,9 @@ def _training(source: Source) -> list[str]:
 def _tuned(source: Source) -> list[str]:
     if source.run is None or (study := evidence.study(source.run[0])) is None:
         return []
-    text = f"The numbers of {_inline(study.use)} (`python -m presets tuned {study.use}`), measured by a study of small models:"
+    text = (
+        f"The numbers of {_inline(study.use)} (`mupax presets tuned {study.use}`), measured by a study of small models:"
+    )
     return ["## Tuned preset", text, "\n".join(evidence.of_study(study, source.model.base_sizes()))]
 
 

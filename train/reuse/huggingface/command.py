@@ -1,4 +1,4 @@
-"""`python -m zoo import PATH --out FOLDER` and `python -m zoo export PATH --out FOLDER`."""
+"""`mupax zoo import PATH --out FOLDER` and `mupax zoo export PATH --out FOLDER`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Import(PresetFlags):
-    """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `python -m train --init-from FOLDER`.
+    """Weights of Hugging Face (config.json and safetensors) in a preset's form, for `mupax train --init-from FOLDER`.
 
     The tokenizer, chat template, generation config and preprocessor beside the weights come with them.
     """
@@ -40,7 +40,7 @@ class Import(PresetFlags):
     path: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="PATH")]
     """Folder with config.json and safetensors, or its file, or ORG/NAME of the Hugging Face hub."""
     preset: Annotated[str, conf.arg(metavar="NAME")] = "sp"
-    """A preset of `python -m presets`."""
+    """A preset of `mupax presets`."""
     out: Annotated[command_line.Place, conf.arg(metavar="FOLDER")]
     """A new or empty folder."""
     revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None

@@ -1,4 +1,4 @@
-"""`python -m train serve WORKDIR`: a language model behind OpenAI's API, and a page to try it in a browser."""
+"""`mupax train serve WORKDIR`: a language model behind OpenAI's API, and a page to try it in a browser."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Serve(ModelFlags):
     """A language model behind OpenAI's API, and a page to try it in a browser.
 
-    WORKDIR is a run, one of its steps, a folder that `python -m zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub. There are
+    WORKDIR is a run, one of its steps, a folder that `mupax zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub. There are
     /v1/completions, /v1/chat/completions where a chat template lies beside the tokenizer, /v1/models and /health. Only this
     machine is answered unless --host says otherwise: there is no key and no encryption. Ctrl-C ends it.
     """
@@ -38,7 +38,7 @@ class Serve(ModelFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Serves until it is stopped. Raises UsageError, WorkdirError or DataError for what does not fit."""
-    args = command_line.parse(Serve, "python -m train serve", argv)
+    args = command_line.parse(Serve, "mupax train serve", argv)
     if not 0 <= args.port < 1 << 16:
         raise command_line.UsageError(f"--port is {args.port}; write a number from 0 to 65535")
     from mupax.train.reuse.serve.server import Server

@@ -1,4 +1,4 @@
-"""`python -m train finetune [vit|lm|ed] FOLDER --from SOURCE`: a run on data of one's own that goes on from a trained model.
+"""`mupax train finetune [vit|lm|ed] FOLDER --from SOURCE`: a run on data of one's own that goes on from a trained model.
 
 The source says the shape, the preset, the classes or the tokenizer, and what becomes of an image. What it cannot say has a
 rule here, which a line states: the learning rate and the steps. Every flag of a recipe changes them.
@@ -55,14 +55,14 @@ class Finetune:
     folder: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="FOLDER")]
     """Images in a folder per class; for a model of text, a file or folder of text."""
     source: Annotated[command_line.Place, conf.arg(name="from", metavar="SOURCE|ORG/NAME")]
-    """A run, one of its steps, a folder that `python -m zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub."""
+    """A run, one of its steps, a folder that `mupax zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub."""
     revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
     """Of a model of the hub; main unless given."""
     lora: LoraConfig = dataclasses.field(default=LoraConfig())
 
 
 def command(argv: Sequence[str]) -> cli.Command:
-    """What `python -m train` is to run; the rule of the rate is a line on stderr.
+    """What `mupax train` is to run; the rule of the rate is a line on stderr.
 
     Raises:
         UsageError, ConfigError, PresetError: flags that are wrong, or do not fit together.
@@ -70,7 +70,7 @@ def command(argv: Sequence[str]) -> cli.Command:
         DataError: no images by class in the folder.
     """
     family, words = kind.split(argv)
-    args, rest = command_line.parse_known(Finetune, "python -m train finetune", words)
+    args, rest = command_line.parse_known(Finetune, "mupax train finetune", words)
     kind.check_folder(family, args.folder, rest)
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import located
@@ -176,7 +176,7 @@ def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> t
     before = origin.run[0].data if origin.run else None
     if origin.model.denoises and before is None:
         raise WeightsError(
-            f"{source} holds an {origin.model.family}, and not what noise it was trained on; start `python -m train ed-tiny` with "
+            f"{source} holds an {origin.model.family}, and not what noise it was trained on; start `mupax train ed-tiny` with "
             "--init-from and --data.noise"
         )
     text_fields = ("separator", "special_tokens", "field", "noise", "noise_rate", "noise_span")

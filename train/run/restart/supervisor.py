@@ -28,7 +28,7 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
 
     Args:
         config: of the run.
-        words: its command line, after `python -m train`.
+        words: its command line, after `mupax train`.
         most: attempts after the first.
     """
     command, before = [*_python(words), *_without(words, "--restart")], None
