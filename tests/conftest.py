@@ -33,6 +33,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Prepared data and compiled programs stay in the checkout: away from what its owner uses, and there for the next run,
 # the other worker and every process that a test starts.
 os.environ["MUPAX_DATA"] = str(ROOT / ".cache" / "data")
+# Tuned presets and settings of whoever runs the tests must not reach them.
+os.environ["MUPAX_HOME"] = str(ROOT / ".cache" / "home")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(ROOT / ".cache" / "jax")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 

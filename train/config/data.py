@@ -43,19 +43,37 @@ class Source(NamedTuple):
     sizes: ImageSizes | str | None = None
     """Sizes that images ask of a model, or module:function that finds them: (DataConfig) -> `ImageSizes`, or None where the data
     are not there."""
+    prepare: str | None = None
+    """module:function that writes the data to disk before a run, for `mupax data prepare`: (data_dir, note). None where a run
+    reads the data as it starts."""
 
 
 _FOLDER = "mupax.train.data.sources"
+_RECORDS = "mupax.train.data.records"
 _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 SOURCES: dict[str, Source] = {
-    "python_corpus": Source(f"{_FOLDER}.text:python_corpus", "tokens", _TEXT),
-    "digits": Source(f"{_FOLDER}.digits:digits", "images", _IMAGES | {"split"}, ImageSizes(10, 1, 8, scaled=False)),
+    "python_corpus": Source(
+        f"{_FOLDER}.text:python_corpus", "tokens", _TEXT, prepare=f"{_RECORDS}.builders:prepare_python_corpus"
+    ),
+    "digits": Source(
+        f"{_FOLDER}.digits:digits",
+        "images",
+        _IMAGES | {"split"},
+        ImageSizes(10, 1, 8, scaled=False),
+        prepare=f"{_RECORDS}.builders:prepare_digits",
+    ),
     "shapes": Source(
         f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
     ),
-    "cifar5m": Source(f"{_FOLDER}.cifar5m:cifar5m", "images", _IMAGES, ImageSizes(10, 3, 32, scaled=False)),
+    "cifar5m": Source(
+        f"{_FOLDER}.cifar5m:cifar5m",
+        "images",
+        _IMAGES,
+        ImageSizes(10, 3, 32, scaled=False),
+        prepare=f"{_FOLDER}.cifar5m:prepared_parts",
+    ),
     "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES, ImageSizes(10, 1, 28, scaled=False)),
     "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES, f"{_FOLDER}.idx:sizes"),
     "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | {"field", "mix", "stream", "on_broken"}),

@@ -6,6 +6,7 @@ A run prepares embedded data by itself. Large data sets are better prepared once
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import socket
 import sys
 import urllib.request
@@ -24,7 +25,9 @@ from mupax.train.data.tokenizer_command import TrainTokenizer
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line: 0 done, 1 it could not be prepared, 2 bad input."""
-    return command_line.run("python -m mupax.train.data", COMMANDS, argv)
+    from mupax.train.config import plugins
+
+    return command_line.run("mupax data", COMMANDS, plugins.without_plugins(argv))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +35,8 @@ class Prepare:
     """Write a data set as array_record, or tokenize a text."""
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
-    """python_corpus, digits, cifar5m, imagenet2012 or any other TFDS name; text:PATH or records:PATH."""
+    """python_corpus, digits, cifar5m, imagenet2012 or any other TFDS name; text:PATH or records:PATH; a data set of your own
+    (--plugin MODULE)."""
     data_dir: str | None = None
     """Folder of prepared data sets (the user's cache unless given)."""
     tokenizer: str = "bytes"
@@ -48,37 +52,19 @@ class Prepare:
 
     def run(self) -> int:
         """0 when prepared, 1 when TFDS could not."""
+        from mupax.train.config.data import source, source_key
         from mupax.train.data import cache
-        from mupax.train.data.records import builders, corpus
 
         if self.name.startswith(("text:", "records:")):
             return self._tokenize()
-        if self.name == "python_corpus":
-            config = corpus.content_digest(corpus.python_files())
-            builders.embedded(builders.PythonCorpus, self.data_dir, print, config=config)
-        elif self.name == "digits":
-            builders.embedded(builders.Digits, self.data_dir, print)
-        elif self.name in ("shapes", "fashion") or self.name.startswith("idx:"):
-            how = "drawn as a run asks for them" if self.name == "shapes" else "read in place"
-            terminal.say(f"images of {self.name} are {how}; there is nothing to prepare")
-            return 0
-        elif self.name.startswith("chat:"):
-            terminal.say(
-                "conversations are tokenized as a run starts, by its chat template; there is nothing to prepare"
-            )
-            return 0
-        elif self.name.startswith("hf:"):
-            terminal.say("data sets of `datasets` are tokenized while they are trained on; there is nothing to prepare")
-            return 0
-        elif self.name.startswith("images:"):
-            terminal.say("images of one's own are read and decoded as a run starts; there is nothing to prepare")
-            return 0
-        elif self.name == "cifar5m":
-            from mupax.train.data.sources import cifar5m
-
-            cifar5m.prepared_parts(self.data_dir, print)
-        else:
+        if source_key(self.name) is None:
             return _prepare_published(self.name, self.data_dir)
+        place = source(self.name).prepare
+        if place is None:
+            terminal.say(f"{self.name} is read as a run starts; there is nothing to prepare")
+            return 0
+        module, _, function = place.partition(":")
+        getattr(importlib.import_module(module), function)(self.data_dir, print)
         terminal.say(f"{self.name} is prepared in {cache.data_sets(self.data_dir)}")
         return 0
 

@@ -167,6 +167,7 @@ def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
 def test_one_in_the_users_own_folder_is_found_from_any_project(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.delenv("MUPAX_HOME")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     folder = tmp_path / "config" / "mupax" / "tuned"
     project = tmp_path / "project"

@@ -20,6 +20,7 @@ from mupax.train.config import plugins
 from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import model_from_json
+from mupax.train.data.__main__ import main as data_main
 from mupax.train.pods import topology
 from mupax.zoo.__main__ import main as zoo_main
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError
@@ -82,6 +83,7 @@ from flax import nnx
 from mupax.presets.roles import ParamSpec, Role, block_matrix
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import model_from_json
+from mupax.train.data.__main__ import main as data_main
 from mupax.train.pods import topology
 from mupax.train.config.run import PresetConfig
 from mupax.zoo.configs import CONFIGS
@@ -232,6 +234,17 @@ def test_a_plugin_reaches_studies_and_plans(
         assert f"--plugin {name}" in capsys.readouterr().out
     if name != "own_bars":  # a data set of an unknown name may be one of TFDS, which a plan does not open
         assert command(line) == 2  # the control: without the flag nobody knows the name
+
+
+def test_a_data_set_of_ones_own_is_prepared(fresh: None, capsys: pytest.CaptureFixture[str]):
+    written("own_bars")
+    assert command("prepare own-bars", plugin="own_bars", entry=data_main) == 0
+    assert "nothing to prepare" in capsys.readouterr().out
+    with Path("own_bars.py").open("a") as file:
+        file.write("\ndef prepare(data_dir, note):\n    note('written')\n")
+        file.write("\nSOURCES['own-bars'] = SOURCES['own-bars']._replace(prepare='own_bars:prepare')\n")
+    assert command("prepare own-bars", plugin="own_bars", entry=data_main) == 0
+    assert "written" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["own_preset", "own_pixels"])

@@ -17,6 +17,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from mupax.train.data import cache
+from mupax.train.data.records import corpus
 
 
 class Source(Sequence[dict[str, Any]]):
@@ -158,3 +159,13 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(before)
+
+
+def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
+    """Write the text of the Python standard library to disk, unless it is there."""
+    embedded(PythonCorpus, data_dir, note, config=corpus.content_digest(corpus.python_files()))
+
+
+def prepare_digits(data_dir: str | None, note: cache.Note) -> None:
+    """Write the digits of scikit-learn to disk, unless they are there."""
+    embedded(Digits, data_dir, note)

@@ -19,6 +19,8 @@ FILE = "preprocessor_config.json"
 _RESAMPLE: tuple[str, ...] = get_args(Interpolation)[:-1]  # area is none of PIL's
 _CENTRE = 8 / 7
 """The shorter edge over the side of what the fit `centre` keeps of it."""
+_BACKGROUND = "none"
+"""The processors of `transformers` read the colours below transparent pixels."""
 _FAR = 1e9
 """No mean, deviation or factor is beyond."""
 _BY_EDGE = ("CLIP", "Bit")
@@ -39,7 +41,7 @@ def from_huggingface(config: Mapping[str, Any], processor: Mapping[str, Any] | N
     """
     if processor is None:
         how: Interpolation = "bilinear" if config.get("model_type") == "vit" else "bicubic"
-        return ImageInput(_names(config, model), PixelsConfig(fit="squash", interpolation=how))
+        return ImageInput(_names(config, model), PixelsConfig(fit="squash", interpolation=how, background=_BACKGROUND))
     try:
         pixels = _pixels(processor, model)
         pixels.check(model.image_size, model.channels)
@@ -91,7 +93,15 @@ def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
     if (times := factor * 255) != 1:
         mean, std = tuple(x / times for x in mean), tuple(x / times for x in std)
     resize = None if resize == model.image_size and fit == "squash" else resize
-    return PixelsConfig(fit=fit, resize=resize, interpolation=_RESAMPLE[resample], mean=mean, std=std)  # pyright: ignore
+    interpolation = _RESAMPLE[resample]
+    return PixelsConfig(
+        fit=fit,
+        resize=resize,
+        interpolation=interpolation,
+        mean=mean,
+        std=std,
+        background=_BACKGROUND,  # pyright: ignore
+    )
 
 
 def _size(value: Any, field: str) -> Any:
@@ -174,5 +184,5 @@ def note(pixels: PixelsConfig, model: ImageModel) -> str | None:
     edge = round(model.image_size * _CENTRE)
     return (
         f"{FILE} scales the shorter edge to {edge} and cuts {model.image_size} out, where images here are cut first and scaled "
-        "then: the same but for rounding; --data.pixels.fit edge or squash trains with what is the same to the bit"
+        "then: the top class of some images differs; --data.pixels.fit edge or squash trains with what is the same to the bit"
     )
