@@ -59,7 +59,6 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
         return {side: self._generate_examples(side) for side in ("train", "eval")}
 
     def _generate_examples(self, side: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        from mupax.train.data.records import corpus
 
         files = [(name, path) for name, path in corpus.python_files() if corpus.side(name) == side]
         for i, (name, path) in enumerate(files):

@@ -93,14 +93,14 @@ def _pixels(read: Mapping[str, Any], model: ImageModel) -> PixelsConfig:
     if (times := factor * 255) != 1:
         mean, std = tuple(x / times for x in mean), tuple(x / times for x in std)
     resize = None if resize == model.image_size and fit == "squash" else resize
-    interpolation = _RESAMPLE[resample]
+    interpolation: Any = _RESAMPLE[resample]
     return PixelsConfig(
-        fit=fit,
+        fit=fit,  # pyright: ignore
         resize=resize,
         interpolation=interpolation,
         mean=mean,
         std=std,
-        background=_BACKGROUND,  # pyright: ignore
+        background=_BACKGROUND,
     )
 
 
