@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from mupax.disk import JsonError
+from mupax.memory import MemoryLimitError
 from mupax.train.config.run import PresetConfig
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.huggingface import files as pretrained_files
@@ -27,7 +28,7 @@ from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, TensorFileError, wri
 from scripts.campaigns.injection.broken import broken_bytes, broken_header, broken_json
 
 MODEL = DecoderConfig(width=4, depth=2, num_heads=2, mlp_ratio=1.5, vocab_size=7, seq_len=3, tied=True)
-REFUSED = (JsonError, TensorFileError, WeightsError, ConfigError)
+REFUSED = (MemoryLimitError, JsonError, TensorFileError, WeightsError, ConfigError)
 MUTATIONS = 800
 """Of one kind; a quarter of them where a good file needs a model to be built."""
 SECONDS = 0.5

@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -198,7 +199,9 @@ def test_the_files_of_a_run(plain: Done) -> None:
         "sample.txt",
     }
     assert Path("plain/loss.png").read_bytes().startswith(b"\x89PNG")
-    (prompt,) = re.findall(r"--prompt '?(.+?)'? +│", re.sub(r" +│\n│ +", " ", plain.out))
+    (command,) = re.findall(r"^next +(.+)$", plain.out, re.MULTILINE)
+    *_, flag, prompt = shlex.split(command)
+    assert flag == "--prompt"
     assert f" {prompt} " in f" {' '.join(Path('text.txt').read_text().split())} "  # whole words of the text
     assert Path("plain/sample.txt").read_text().startswith(prompt)
     assert len(Path("plain/sample.txt").read_text()) > 100

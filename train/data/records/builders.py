@@ -17,7 +17,6 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from mupax.train.data import cache
-from mupax.train.data.records import corpus
 
 
 class Source(Sequence[dict[str, Any]]):
@@ -59,6 +58,7 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
         return {side: self._generate_examples(side) for side in ("train", "eval")}
 
     def _generate_examples(self, side: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        from mupax.train.data.records import corpus
 
         files = [(name, path) for name, path in corpus.python_files() if corpus.side(name) == side]
         for i, (name, path) in enumerate(files):
@@ -162,6 +162,8 @@ def quiet() -> Iterator[None]:
 
 def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
     """Write the text of the Python standard library to disk, unless it is there."""
+    from mupax.train.data.records import corpus
+
     embedded(PythonCorpus, data_dir, note, config=corpus.content_digest(corpus.python_files()))
 
 

@@ -87,7 +87,7 @@ def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dic
     """Return the files of each split, as `datasets` takes them."""
     by_split: dict[str, list[str]] = {"train": [], "eval": []}
     for file_name, side in split.sides.items():
-        by_split[side].append(str(files[file_name]))
+        by_split[side].append(str(files[file_name].absolute()))  # `datasets` takes others from FOLDER
     return by_split
 
 

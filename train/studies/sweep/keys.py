@@ -72,6 +72,7 @@ def key_of(config: Config, data_digest: str) -> str:
         if getattr(bare.model.compute, name) is None:
             del fields["model"]["compute"][name]
     del fields["mesh"]["experts"]  # where experts lie
+    del fields["faults"]["memory_check"]  # decides whether a run starts, and changes none
     if bare.mesh.gradient_dtype is None:
         del fields["mesh"]["gradient_dtype"]
     for name, default in {"moment_dtype": None, "layer_decay": 1.0, "warmup_from_zero": False}.items():

@@ -196,7 +196,8 @@ def test_the_command_writes_a_tokenizer_that_a_run_uses(capsys: pytest.CaptureFi
     tiny = (
         "--steps 2 --optimizer.warmup-steps 1 --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 32"
     )
-    assert command[:3] == ["python", "-m", "train"]
+    assert Path(command[0]).name == "mupax"
+    assert command[1:3] == ["train", "lm-tiny"]
     assert main([*command[2:], *tiny.split(), "--dry-run"]) == 0
     assert "330" in command
     capsys.readouterr()

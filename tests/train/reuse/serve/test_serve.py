@@ -292,8 +292,7 @@ def chat(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, *words: str) 
 def test_a_conversation_in_the_terminal_is_that_of_the_server(
     server: Server, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "end_tokens", lambda name, tokenizer: frozenset())
-    monkeypatch.setattr("mupax.train.reuse.generate.chat.end_tokens", command.end_tokens)
+    monkeypatch.setattr("mupax.train.reuse.generate.chat.end_ids", lambda name, tokenizer: frozenset())
     assert chat(folder, monkeypatch, "hi\n\nyo", "--tokens", "6", "--system", "be") == 0
     out, err = capsys.readouterr()
     messages, answers = [{"role": "system", "content": "be"}], []

@@ -261,11 +261,10 @@ def test_weights_alone_write_and_are_evaluated_as_their_run() -> None:
         assert record["step"] is None
         assert table.startswith(f"{name} on text:text.txt\n")
     wrong = {
-        "generate exported --prompt a": "no tokenizer at exported/tokenizer.json; write data.tokenizer as bytes",
         "generate exported --prompt a --step 3": "holds weights, and no run with steps",
         "generate lm --prompt a --data.tokenizer bytes": "for weights alone, and the run in lm has its own",
         "eval exported": "holds weights, which have no data of their own; add --data.name text:PATH",
-        "eval exported --data.name text:text.txt": "no tokenizer at exported/tokenizer.json",
+        "eval exported --data.name text:gone.txt": "gone.txt",
         "noise exported": "exported",
     }
     for words, message in wrong.items():
