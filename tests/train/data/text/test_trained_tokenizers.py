@@ -198,7 +198,7 @@ def test_the_command_writes_a_tokenizer_that_a_run_uses(capsys: pytest.CaptureFi
     )
     assert Path(command[0]).name == "mupax"
     assert command[1:3] == ["train", "lm-tiny"]
-    assert main([*command[2:], *tiny.split(), "--dry-run"]) == 0
+    assert main([*command[1:], *tiny.split(), "--dry-run"]) == 0
     assert "330" in command
     capsys.readouterr()
     assert not [path for path in Path("new").iterdir() if path.name != "tokenizer.json"]
