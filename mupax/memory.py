@@ -14,7 +14,8 @@ from mupax.errors import MupaxError, MupaxFailure
 
 VARIABLE = "MUPAX_MEMORY_CHECK"
 """Environment variable; `off` lets every command start that the checks would refuse."""
-_PROC, _CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
 _THREADS = 320 * 2**20
 """Address space that threads and the compiler take while a run trains: 250 MB were seen with two cores."""
 _COMPILER = 1650 * 2**20

@@ -71,12 +71,12 @@ def import_plugin(name: str, folder: str | None = None) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
         hint = f"; write --plugin {Path(name).stem} in its folder" if name.endswith(".py") else ""
         raise PluginError(f"--plugin {name} is no name of a Python module{hint}")
-    here = str(Path.cwd()) if folder is None else folder
-    known = here in sys.path
+    source = str(Path.cwd()) if folder is None else folder
+    known = source in sys.path
     if folder is not None:
         sys.path.insert(0, folder)
     elif not known:
-        sys.path.append(here)
+        sys.path.append(source)
     _importing.append(name)
     try:
         importlib.invalidate_caches()
@@ -85,7 +85,7 @@ def import_plugin(name: str, folder: str | None = None) -> ModuleType:
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise PluginError(_failure(name, error)) from error
         raise PluginError(
-            f"--plugin {name}: no module of this name is in {here} or among the installed packages; "
+            f"--plugin {name}: no module of this name is in {source} or among the installed packages; "
             "run the command in its folder, or put its folder on PYTHONPATH"
         ) from error
     except MupaxError:

@@ -109,7 +109,8 @@ class Assets:
         path = self._path(RECORD)
         if path is None or disk.status(path) is None:
             return {}
-        record, facts = self.record, {}
+        record = self.record
+        facts = {}
         for name, kind in (("class_names", list), ("pixels", dict)):
             if name in record and not isinstance(record[name], kind):
                 raise AssetsError(f"{path} has {name} {disk.shown(record[name])}; {_MEND}")
@@ -250,7 +251,7 @@ def _named(workdir: Path, step: int | None) -> Entries:
 
 
 def _agrees(workdir: Path, entries: Entries, files: Mapping[str, bytes]) -> bool:
-    """Whether files have the content that a checkpoint names.
+    """Return whether files have the content that a checkpoint names.
 
     Another version may write more fields into assets.json: only those that are there already count.
     """
@@ -270,7 +271,7 @@ def _agrees(workdir: Path, entries: Entries, files: Mapping[str, bytes]) -> bool
 
 
 def _holds(now: Any, there: Any) -> bool:
-    """Whether JSON has all fields of other JSON with the same values; it may have more."""
+    """Return whether JSON has all fields of other JSON with the same values. It may have more."""
     if isinstance(there, dict) and isinstance(now, dict):
         return all(name in now and _holds(now[name], value) for name, value in there.items())
     return now == there

@@ -103,7 +103,8 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Train
     if named is not None and step not in (None, named):
         raise WorkdirError(f"{path} is step {named}, and --step says {step}; leave one of them out")
     fields = read_record(folder)
-    config, facts = run_config(fields), fields.get("data")
+    config = run_config(fields)
+    facts = fields.get("data")
     meant = step_of(path if named is None else folder, step if named is None else named, config.checkpoint.best_metric)
     if ema and config.ema.decay is None:
         raise WorkdirError(f"the run in {path} kept no moving average (ema.decay is None); leave --ema out")

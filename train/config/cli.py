@@ -177,7 +177,7 @@ def recipe(name: str) -> Callable[[], Config]:
 
 
 def is_recipe(name: str) -> bool:
-    """Whether `recipe` reads a word, rather than the zoo's table of models."""
+    """Return whether a word names a recipe or a config file, and not a model of the zoo."""
     return is_file(name) or name in _recipes()
 
 

@@ -24,7 +24,7 @@ _RECORD = "config.json"
 
 
 class _Flags(NamedTuple):
-    """What a command line says of sizes."""
+    """Sizes that a command line sets."""
 
     names: frozenset[str]
     """Flags, with hyphens and without values."""
@@ -140,7 +140,8 @@ def _square(model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _F
 
 def _line(name: str, model: ImageModel) -> str:
     channels = {1: "1 channel (grey)", 3: "3 channels (colour)"}.get(model.channels, f"{model.channels} channels")
-    size, patch = model.image_size, model.patch_size
+    size = model.image_size
+    patch = model.patch_size
     return (
         f"sizes from {name}: {model.num_classes} classes, {channels}, images of {size} x {size} pixels in patches of {patch} x "
         f"{patch}; --model.num-classes, --model.channels, --model.image-size and --model.patch-size set others"

@@ -108,9 +108,9 @@ def extensions(config: Config) -> list[Extension]:
     result = []
     for (table, name), place in names.items():
         module = importable_name(place.partition(":")[0])
-        own = _registered_by.get((table, name))
-        if own is not None:
-            result.append(Extension(table, name, own))
+        plugin = _registered_by.get((table, name))
+        if plugin is not None:
+            result.append(Extension(table, name, plugin))
         elif module is None or module.partition(".")[0] != "mupax":
             result.append(Extension(table, name, module))
     base = (config.preset.base or "").partition(",")[0]

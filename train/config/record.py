@@ -91,7 +91,8 @@ def with_current_pixels(config: Mapping[str, Any], is_record: bool = True) -> di
         config: as `to_json` gave it then.
         is_record: whether every field that an older version had is there; a file that a person wrote has only some.
     """
-    data, model = config.get("data"), config.get("model")
+    data = config.get("data")
+    model = config.get("model")
     if not isinstance(data, Mapping) or not isinstance(model, Mapping):
         return dict(config)
     pixels = data.get("pixels", {})

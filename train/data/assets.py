@@ -16,7 +16,9 @@ from mupax.train.data import cache
 from mupax.train.data.interface import Data, DataError
 
 FORMAT = "mupax-assets-1"
-RECORD, TOKENIZER, CHAT_TEMPLATE = "assets.json", "tokenizer.json", "chat_template.jinja"
+RECORD = "assets.json"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 _NEAR = ("generation_config.json", "config.json", "tokenizer_config.json")
 """Files beside a tokenizer that name the tokens which end a text."""
 

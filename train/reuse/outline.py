@@ -120,7 +120,7 @@ def _text_settings(folder: Path, model: ModelConfig, record: Any, ids: Mapping[s
 
 
 def reads_bytes(record: Any) -> bool:
-    """Whether what mupax recorded beside weights says that their tokens are bytes.
+    """Return whether the record beside weights says that their tokens are bytes.
 
     Args:
         record: model.json, or `mupax` of config.json.

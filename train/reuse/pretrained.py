@@ -76,7 +76,7 @@ def described(opened: saved_run.Trained | Weights, path: Path) -> str:
 def find(
     path: Path, step: Step | None = None, average: bool | None = None, *, writes: bool = False
 ) -> saved_run.Trained | Weights:
-    """What a path names, without its arrays. The config of a run names the run's own tokenizer and chat template.
+    """Open what a path names, without its arrays. The config of a run names the run's own tokenizer and chat template.
 
     Args:
         path: a run's workdir, one of its steps, a folder that `mupax zoo import` wrote, or one of Hugging Face.

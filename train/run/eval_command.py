@@ -178,7 +178,8 @@ def with_other_data(config: Config, words: Sequence[str]) -> Config:
     name = cli.value_of("--data.name", words)
     if name is None or name == data.name:
         return config
-    kind, before = name.partition(":")[0], data.name.partition(":")[0]
+    kind = name.partition(":")[0]
+    before = data.name.partition(":")[0]
     field = data.field
     if kind != before and (kind == "text" or before == "chat"):  # plain text has none, messages have another
         field = type(data).field
@@ -269,7 +270,8 @@ def _images(saved: Any, console: Any) -> Any:
     """
     from mupax.train.data.sources import folders
 
-    config, named = saved.config, saved.facts.get("class_names")
+    config = saved.config
+    named = saved.facts.get("class_names")
     folder = folders.to_evaluate(config.data.name, saved.facts)
     lines = []
     if named:

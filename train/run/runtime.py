@@ -162,7 +162,8 @@ def runtime(config: Config) -> Iterator[Runtime]:
                 from mupax.train.reuse.start import init_from
 
                 config = init_from.settled(config, folder, resumed, processes)
-            console, attempt = rich_console(quiet=not processes.leader), None
+            console = rich_console(quiet=not processes.leader)
+            attempt = None
             if "MUPAX_ATTEMPT" in os.environ:
                 from mupax.train.run.restart import memory
 

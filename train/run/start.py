@@ -265,7 +265,8 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
     named = {name: before_data.get(name, getattr(config.data, name)) for name in ("tokenizer", "chat_template")}
     recorded = dataclasses.replace(config.data, **named)
     facts = before.get("data") or {}
-    choice, metric = config.resume_from, config.checkpoint.best_metric
+    choice = config.resume_from
+    metric = config.checkpoint.best_metric
     step = None if choice is None else selection.step_of(folder, choice, metric)
     from mupax.train.reuse import own_files
 

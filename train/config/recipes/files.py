@@ -185,7 +185,8 @@ def _evaluate_word(name: Any, entry: Any) -> str:
     key = f"data.evaluate {name}"
     if isinstance(entry, dict):
         _check_names(key, entry, ("source",))
-        key, entry = f"{key}.source", entry.get("source")
+        key = f"{key}.source"
+        entry = entry.get("source")
     return f"{name}={_source(key, entry)}"
 
 

@@ -197,7 +197,8 @@ def check_evaluation(program: Program, evaluation: jax.stages.Compiled, limit: i
     peak = arguments + analysis.temp_size_in_bytes
     if peak <= limit:
         return
-    batch, ways = program.config.eval_batch_size, program.layout.ways("batch")
+    batch = program.config.eval_batch_size
+    ways = program.layout.ways("batch")
     text = f"out of memory: an evaluation takes {_of(peak, limit, program)}"
     smaller = batch // 2
     while smaller >= ways:

@@ -140,16 +140,19 @@ class Conversations(Data):
 
     def counted(self, examples: int) -> Counted:
         """Count the targets of the first evaluation examples, and the bytes of text that they stand for."""
-        side, vocab = self.eval_windows, self._vocab
+        side = self.eval_windows
+        vocab = self._vocab
         ids = np.asarray(side.tokens)
         # A conversation's end counts one byte, as the end of a document does.
         sizes = np.concatenate([np.zeros(vocab, np.int64), self.tokenizer.token_bytes(), [0, 1]])
         bytes_before = np.concatenate([[0], np.cumsum(sizes[ids])])
         targets_before = np.concatenate([[0], np.cumsum(_is_target(ids, vocab))])
-        targets, size = 0, 0
+        targets = 0
+        size = 0
         for number in self._eval_shuffle(range(examples))[1]:
             spans = side.spans[side.first[number] : side.first[number + 1]]
-            first, last = spans[:, 0].copy(), spans[:, 1]
+            first = spans[:, 0].copy()
+            last = spans[:, 1]
             unpredicted = slice(None) if self.config.document_mask else slice(1)
             first[unpredicted] += 1
             targets += int((targets_before[last] - targets_before[first]).sum())

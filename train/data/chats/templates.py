@@ -140,7 +140,7 @@ class Template:
 
     @property
     def special_tokens_at_end(self) -> tuple[str, ...]:
-        """Those of them that end an answer."""
+        """Special tokens that end an answer."""
         return tuple(token for token in self.special_tokens if token in self.ending)
 
     @functools.cached_property
@@ -272,7 +272,8 @@ def _check_parts(parts: Any, length: int, where: str) -> None:
         raise DataError(f"{where} has the {PARTS} {parts!r:.40}; write a list of {form}")
     for part in parts:
         fields = part if isinstance(part, dict) else {}
-        first, last = fields.get("begin_offset"), fields.get("end_offset")
+        first = fields.get("begin_offset")
+        last = fields.get("end_offset")
         if type(first) is not int or type(last) is not int or not 0 <= first <= last < length:
             raise DataError(
                 f"{where} has the {PARTS} {part!r:.80}; write {form}, with characters of its content from 0 to {length - 1}"

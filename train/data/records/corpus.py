@@ -67,7 +67,7 @@ class Piece:
 
     @property
     def _is_part(self) -> bool:
-        """Whether the document may have other pieces."""
+        """Return whether the document may have other pieces."""
         return self.start > 0 or not self.ends
 
     def _wrong(self, data: bytes) -> tuple[int, str] | None:

@@ -31,7 +31,8 @@ def report(sides: Mapping[str, Packed], separator: int, note: cache.Note) -> Non
         separator: id that ends every document.
         note: told the number, if there are such documents.
     """
-    train, held_out = sides["train"], sides["eval"]
+    train = sides["train"]
+    held_out = sides["eval"]
     if len(train.tokens) > _MOST_TOKENS or len(held_out.tokens) > _MOST_EVAL_TOKENS:
         return
 
@@ -40,7 +41,8 @@ def report(sides: Mapping[str, Packed], separator: int, note: cache.Note) -> Non
         return {"copies": float(copies), "documents": float(documents)}
 
     numbers = cache.remembered(f"copies-{cache.digest(train.digest, held_out.digest)}", count)
-    copies, documents = int(numbers["copies"]), int(numbers["documents"])
+    copies = int(numbers["copies"])
+    documents = int(numbers["documents"])
     if copies:
         note(
             f"caution: {copies:,} of {documents:,} evaluation documents are also in the training part, word for word; "

@@ -48,7 +48,7 @@ class IdFile:
 
     @property
     def is_usual(self) -> bool:
-        """Whether ids are as wide as those of such a file are without a look at them."""
+        """True if ids have the width that such a file has unless its content says otherwise."""
         has_type = self.offset > 0  # in the header
         return has_type or self.dtype.str == default_width(self.vocab_size)
 
@@ -139,7 +139,8 @@ def _width(path: Path, dtype: str) -> str:
         if itemsize >= np.dtype(wider).itemsize or path.stat().st_size % (2 * itemsize):
             continue
         halves = _sampled(path, 2 * itemsize).view(dtype).reshape(-1, 2)
-        lower_is_zero, upper_is_zero = not halves[:, 0].any(), not halves[:, 1].any()
+        lower_is_zero = not halves[:, 0].any()
+        upper_is_zero = not halves[:, 1].any()
         if lower_is_zero or not upper_is_zero:  # nothing but zeros, or ids of this width
             return dtype
         if len(halves) < _ENOUGH:

@@ -83,7 +83,8 @@ class Lines:
 
     def parts(self) -> Iterator[Part]:
         """Yield the file cut at line ends, part by part as it is read."""
-        start, line = 0, 1
+        start = 0
+        line = 1
         size = lines = 0  # of the part that is being read, up to its last line end
         tail = 0  # bytes behind that line end
         try:
@@ -98,7 +99,8 @@ class Lines:
                     lines += block.count(b"\n", 0, end)
                     if size >= _PART_BYTES:
                         yield Part(start, size, line)
-                        start, line = start + size, line + lines
+                        start = start + size
+                        line = line + lines
                         size = lines = 0
         except DamagedError as error:
             place = f"{self.path} from line {line + lines} on"

@@ -52,7 +52,8 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
         encoder = opened_tokenizer(config, texts.key, model.vocab_size, texts.read, note, texts.special)
     check_vocabulary(config, encoder, model)
     field = FIELD if config.field == type(config).field else config.field
-    path, skip_broken = path_of(config.name.partition(":")[2]), config.on_broken == "skip"
+    path = path_of(config.name.partition(":")[2])
+    skip_broken = config.on_broken == "skip"
     files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken)
     tokens = ChatTokens(encoder, template, config.loss_on)
     # The version of the reading: caches made before messages had weights hold other targets.

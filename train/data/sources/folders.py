@@ -295,7 +295,7 @@ def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, no
 
 
 class _Scan(NamedTuple):
-    """What decoding every image of a folder once has shown."""
+    """Findings of decoding every image of a folder once."""
 
     count: int
     """Images that were decoded."""
@@ -339,7 +339,7 @@ class _Scan(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """What decoding one image has shown."""
+    """Findings of decoding one image."""
 
     error: DataError | None = None
     colour: bool = False
@@ -699,7 +699,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
 
 
 class _Header(NamedTuple):
-    """What the header of an image file says."""
+    """Size and colours of an image file, from its header."""
 
     shorter: int
     """Pixels on the shorter side."""

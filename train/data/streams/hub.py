@@ -70,7 +70,8 @@ def opened(name: str) -> DataSet:
         every = datasets.load_dataset(where, subset, **options)
     assert isinstance(every, datasets.IterableDatasetDict)
     if split is not None:
-        train, held_out = "train", "eval"
+        train = "train"
+        held_out = "eval"
         line = split.line
         reading = ["split by file names"]
     else:

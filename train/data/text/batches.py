@@ -22,7 +22,8 @@ from mupax.train.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
-_WINDOWS_AT_ONCE, _TOKENS_AT_ONCE = 1024, 1 << 20
+_WINDOWS_AT_ONCE = 1024
+_TOKENS_AT_ONCE = 1 << 20
 """Windows, and tokens, that are in memory while bytes are counted."""
 
 
@@ -80,7 +81,9 @@ class TextWindows(Data):
             tokenizer=tokenizer,
             bytes_per_token=None,
         )
-        self._eval, self._seq_len, self._eval_bytes = eval_.tokens, seq_len, eval_.text_bytes
+        self._eval = eval_.tokens
+        self._seq_len = seq_len
+        self._eval_bytes = eval_.text_bytes
         self._windows = windows
         self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
         if has_bytes and tokenizer.key == "bytes":

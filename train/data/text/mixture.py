@@ -116,7 +116,7 @@ class Mixture(Data):
 
     @property
     def has_conversations(self) -> bool:
-        """Whether a part is a chat."""
+        """True if a part is a chat."""
         return not all(isinstance(text, TextWindows) for text in self._texts)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:

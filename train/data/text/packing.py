@@ -161,7 +161,8 @@ def _write(file: BinaryIO, content: bytes) -> None:
 
 def _resumed(lines: BinaryIO, tokens: int) -> dict[str, Any]:
     """What the whole lines vouch for, as far as the file has their tokens; the others are cut off."""
-    done, end = {**_NOTHING, "steps": [], "quoted": {}}, 0
+    done = {**_NOTHING, "steps": [], "quoted": {}}
+    end = 0
     lines.seek(0)
     for line in lines:
         try:

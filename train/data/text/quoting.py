@@ -30,7 +30,7 @@ def pattern(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 class QuoteCounter:
-    """How often special tokens stand in texts.
+    """Counter of the special tokens that texts quote.
 
     Args:
         tokens: as they are written.

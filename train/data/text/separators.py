@@ -12,7 +12,8 @@ from mupax.train.data.text.tokenizer import Bytes, Subwords
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
-_TOKENS_AT_ONCE, _MOST_TOKENS = 1 << 20, 1 << 28
+_TOKENS_AT_ONCE = 1 << 20
+_MOST_TOKENS = 1 << 28
 
 
 def check(

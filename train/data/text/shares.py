@@ -172,7 +172,10 @@ def _position(progress: Path) -> int:
 
 def _write(path: Path, parts: Iterator[Part], tokenizer: Encoder, dtype: str, step_bytes: int) -> None:
     """A share, which others see when it is whole."""
-    ids, facts, sizes, quotes = [np.zeros(0, dtype)], [], [], []
+    ids = [np.zeros(0, dtype)]
+    facts = []
+    sizes = []
+    quotes = []
     for step in steps(parts, step_bytes):
         documents = [document for part in step for document in part]
         tokens = encoded(documents, tokenizer)

@@ -121,7 +121,7 @@ class Bytes:
 
     @property
     def adds_space(self) -> bool:
-        """Whether the first token of a text begins with a space that the text does not have."""
+        """True if the first token of a text begins with a space that the text does not have."""
         return False
 
     def token_bytes(self) -> np.ndarray:
@@ -294,7 +294,7 @@ class Subwords:
         return self._library.id_to_token(number)
 
     def is_of(self, content: bytes) -> bool:
-        """Whether this is the tokenizer of a file with that content."""
+        """Return whether this is the tokenizer of a file with that content."""
         return self._digest == hashlib.sha256(content).hexdigest()
 
     def pieces(self) -> list[str]:
@@ -408,7 +408,7 @@ class Encoder(Protocol):
         ...
 
     def quoted(self, text: bytes) -> dict[str, int]:
-        """How often each special token stands in a document."""
+        """Return how often each special token stands in a document."""
         ...
 
 

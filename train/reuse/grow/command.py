@@ -107,7 +107,8 @@ def compared_examples(run: Trained, note: Callable[[str], None]) -> tuple[dict[s
         kind = "evaluation examples"
     except data_sources.DataError as error:
         note(f"note: the run's data is not here ({error})")
-        rng, tokens = np.random.default_rng(0), config.model.sizes().get("vocab", 2)
+        rng = np.random.default_rng(0)
+        tokens = config.model.sizes().get("vocab", 2)
         batch = {}
         for name, spec in config.model.example().items():
             shape = (EXAMPLES, *spec.shape)

@@ -38,7 +38,7 @@ Ids = Mapping[str, int | list[int] | None]
 
 
 class TextFiles(NamedTuple):
-    """What a model of text needs besides its weights."""
+    """Tokenizer, template and token ids that a model of text needs besides its weights."""
 
     name: str | None
     """data.tokenizer as the run calls it; None of weights without a run."""
@@ -131,10 +131,12 @@ def decoder_ids(text: TextFiles) -> dict[str, int | None]:
     The begin token is the separator, which stands before every document but the first, unless the chat template begins a
     conversation with a token of its own.
     """
-    encoder, template = text.encoder, text.template
+    encoder = text.encoder
+    template = text.template
     if encoder is None:
         return {}
-    begin, end = encoder.separator, encoder.separator
+    begin = encoder.separator
+    end = encoder.separator
     tokens = {} if text.file is None else templates.special_tokens(str(text.file))
     if text.chats and template is not None:
         answer_end = _end_of_answers(text.file, encoder, template)
@@ -246,7 +248,8 @@ def _without_added(processor: Any) -> Any:
 def _unseen(text: TextFiles) -> list[int]:
     """Return the ids that the tokenizer adds around a text, if training saw no text with them."""
     assert text.encoder is not None
-    begin, end = text.encoder.start.tolist(), text.encoder.end.tolist()
+    begin = text.encoder.start.tolist()
+    end = text.encoder.end.tolist()
     if text.name is None or not (begin or end):  # weights without a run were trained elsewhere
         return []
     if text.chats and text.template is not None:

@@ -62,7 +62,7 @@ class Finetune:
 
 
 def command(argv: Sequence[str]) -> cli.Command:
-    """What `mupax train` is to run; the rule of the rate is a line on stderr.
+    """Return the command that `mupax train` is to run. The rule of the rate is a line on stderr.
 
     Raises:
         UsageError, ConfigError, PresetError: flags that are wrong, or do not fit together.

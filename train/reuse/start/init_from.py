@@ -132,7 +132,8 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
         raise InitError(f"--init-from {init.init_from}: {error}") from error
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())
     params = transplant.parameters(planned.moves, source.stored, fresh)
-    moments, notes = None, [*source.notes, *_notes(source, config, tokenizer)]
+    moments = None
+    notes = [*source.notes, *_notes(source, config, tokenizer)]
     if init.init_optimizer:
         if source.run is None:
             raise InitError(f"--init-optimizer: {init.init_from} holds no optimizer state, only weights; leave it out")
@@ -201,7 +202,8 @@ def _notes(source: Source, config: Config, tokenizer: str | None) -> list[str]:
         notes.append(f"tokens are those of {config.data.tokenizer}, beside the source")
     if source.run is not None and config.data.task == "tokens":
         before, facts = source.run
-        name, here = before.data.tokenizer, config.data.tokenizer
+        name = before.data.tokenizer
+        here = config.data.tokenizer
         key = facts.get("tokenizer")
         differ = name != here if key is None or tokenizer is None else key != tokenizer
         if differ:

@@ -152,7 +152,8 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import Table
 
-    folder, configs = Path(args.out or f"runs/sweep-{cli.name_of(args.recipe)}"), [point.config for point in grid]
+    folder = Path(args.out or f"runs/sweep-{cli.name_of(args.recipe)}")
+    configs = [point.config for point in grid]
     how, evaluated = args.how, not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
     with terminal.lasting(), StopRequest() as stop:
