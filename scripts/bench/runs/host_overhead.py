@@ -67,6 +67,10 @@ class Timed:
         self.calls.append((wall, time.perf_counter(), cpu, time.thread_time()))
         return result
 
+    def memory_analysis(self) -> Any:
+        """Return what the compiled step says of its memory; a run asks for it before its first step."""
+        return self._step.memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+
 
 def alone(program: Program, rounds: int = 300) -> float:
     """Median seconds that the devices take after the dispatch of a step has returned, with nothing else to do."""

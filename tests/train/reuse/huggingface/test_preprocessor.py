@@ -34,7 +34,7 @@ VIT = {
     "image_std": [0.229, 0.224, 0.225],
 }
 BICUBIC = PixelsConfig(
-    fit="squash", interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    fit="squash", interpolation="bicubic", mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), background="none"
 )  # fmt: skip
 
 
@@ -64,18 +64,21 @@ def test_names_and_preprocessing_come_in_and_go_out_again(tmp_path: Path) -> Non
 
 def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -> None:
     source = pretrained.read(folder(tmp_path / "hf", None, ("LABEL_0", "LABEL_1", "LABEL_2")))
-    assert source.images == (None, PixelsConfig(fit="squash"))
+    assert source.images == (None, PixelsConfig(background="none", fit="squash"))
     assert any("no preprocessor_config.json" in note for note in source.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "pixels"),
     [
-        ({"do_normalize": False}, PixelsConfig(fit="squash", interpolation="bicubic", mean=(0.0,), std=(1.0,))),
-        ({"image_mean": 0.5, "image_std": [0.5] * 3, "resample": 2}, PixelsConfig(fit="squash")),
+        (
+            {"do_normalize": False},
+            PixelsConfig(background="none", fit="squash", interpolation="bicubic", mean=(0.0,), std=(1.0,)),
+        ),
+        ({"image_mean": 0.5, "image_std": [0.5] * 3, "resample": 2}, PixelsConfig(background="none", fit="squash")),
         (
             {"do_rescale": False, "image_mean": 127.5, "image_std": 51.0, "size": 12, "resample": 0},
-            PixelsConfig(fit="squash", interpolation="nearest", mean=(0.5,), std=(0.2,)),
+            PixelsConfig(background="none", fit="squash", interpolation="nearest", mean=(0.5,), std=(0.2,)),
         ),
         (
             {"size": {"shortest_edge": 14}, "do_center_crop": True, "crop_size": {"height": 12, "width": 12}},
