@@ -117,8 +117,9 @@ def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"]
         return _imported(path, fields)
     published = huggingface.from_huggingface(fields)
     images, note = published_images(folder, fields, published.model)
-    _check_memory(definition(published.model), path)
-    loaded = weights.from_huggingface(Tensors(path), published)
+    files = Tensors(path)
+    _check_memory(files, path)
+    loaded = weights.from_huggingface(files, published)
     notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
     notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
     scales = dict.fromkeys(loaded.params, np.ones(()))
@@ -158,7 +159,7 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
     if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
     _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
-    _check_memory(definition(model), path)
+    _check_memory(files, path)
     by, params = _scales(preset, files), {name: files.read(name) for name in files.shapes}
     images, ids = images_of(record, model, path), record.get("text_ids", {})
     return Source(model, params, by, dict(preset), [], images=images, text_ids=ids)  # pyright: ignore
@@ -207,9 +208,10 @@ def _scales(preset: Any, files: Tensors) -> plain.Scales:
     return scales
 
 
-def _check_memory(model: Definition, path: Path) -> None:
+def _check_memory(files: Tensors, path: Path) -> None:
     """Refuse weights that do not fit into memory, where they are float32."""
-    bytes_needed = model.count() * np.dtype(np.float32).itemsize
+    count = sum(math.prod(shape) for shape in files.shapes.values())
+    bytes_needed = count * np.dtype(np.float32).itemsize
     memory.check(bytes_needed, f"the weights in {path}", "Take a machine with more memory, or a smaller model")
 
 
