@@ -65,12 +65,12 @@ def check(needed: int, purpose: str, advice: str) -> None:
     """Refuse work that needs more of the host's memory than there is.
 
     Args:
-        needed: bytes.
+        needed: bytes of host memory.
         purpose: subject of the message, such as "the weights".
         advice: sentence that says what to write instead.
 
     Raises:
-        MemoryLimitError: it needs more.
+        MemoryLimitError: more is needed than is left; the text has `advice`.
     """
     left = room()
     if needed > left.bytes and checks():

@@ -211,6 +211,8 @@ def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     aside = "set aside, " if row["set_aside"] else ""
     age = str(datetime.timedelta(seconds=round(row["age_seconds"] or 0)))
     losses = [_metric_text(row, name) for name in columns]
-    mark = ["best" if row["best"] else ""] if columns else []
+    mark: list[str] = []
+    if columns:
+        mark = ["best" if row["best"] else ""]
     size = terminal.gib(row["bytes"])
     return [str(row["step"]), *losses, *mark, size, str(row["arrays"] or ""), age, aside + health]

@@ -418,7 +418,7 @@ def rewound(program: Program, data: Data, checkpoints: Checkpoints, at: int | No
 
 
 def _prepared(program: Program, data: Data) -> Callable[[Console], TrainState]:
-    """What makes the state of step 0, and says where it is from; its source is read already."""
+    """Return a function that makes the state of step 0 and says where it is from. Its source is read before."""
     if program.config.init.init_from is None:
         return lambda console: program.initial_state()
     from mupax.train.reuse.start import init_from

@@ -203,7 +203,7 @@ def _write_text_files(
 
 
 def _token_ids(source: Source, text: TextFiles) -> dict[str, int | None]:
-    """What ends a text, and of an encoder-decoder what pads, begins and starts it, by the names of config.json."""
+    """Return the ids that begin and end a text, and of an encoder-decoder also pad and start it, by config.json's names."""
     from mupax.train.reuse.huggingface import tokenizer_files
 
     encoder = text.encoder

@@ -111,7 +111,7 @@ def own_settings(config: Config) -> DataConfig:
 
 
 def prepare(program: Program, tokenizer: str | None = None) -> Start:
-    """What a run starts with, of the source that it has, fitted to it. Nothing is written or put on devices.
+    """Read the source of a run and fit its weights to the run. Nothing is written or put on devices.
 
     Args:
         program: of the run.
