@@ -1,0 +1,143 @@
+"""Tries faults at the edges of a run: `docs/edges.md`, with one file of results per campaign in `docs/edges/`.
+
+    python -m scripts.campaigns.edges [CAMPAIGN ...] [--count N] [--seed N] [--only WORD] [--again] [--docs DIR]
+
+Each campaign is a module of this folder with a function `trials(shared, seed)`: a list of named trials. A trial starts a command as a
+user would, and something unusual happens. It may end well or be refused with one line. It must not lose work, go wrong without a
+line, hang for over 60 s, print a traceback or crash. Results are written after every trial, and a trial that has one is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts import ROOT
+from scripts.campaigns.edges.trial import FAULTS, Outcome, Trial
+from scripts.pages.markdown import table
+
+COMMAND = "python -m scripts.campaigns.edges"
+CAMPAIGNS = {
+    "paths": "Commands that are given a folder or a file with an odd name",
+    "environments": "Runs that are resumed, or joined by a process, under another environment",
+    "folders": "Commands that make a folder, killed at an operation or on a full disk",
+    "signals": "Signals to commands at chosen moments",
+    "server": "Requests to the server, and load",
+    "files": "Files of strangers, each read with a limit on memory",
+    "processes": "Two processes of one run, one of which is cut off, stopped or slow",
+}
+"""Every campaign with the heading of its table."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the trials without a result and write the page. Return 0 if no trial shows a fault."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=f"of {', '.join(CAMPAIGNS)} (all)")
+    parser.add_argument("--count", type=int, help="trials of each campaign, spread over it (all)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of what trials choose (0)")
+    parser.add_argument("--only", default="", metavar="WORD", help="trials whose name or group has this word")
+    parser.add_argument("--again", action="store_true", help="run trials again that have a result")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page and the results (docs)")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.campaigns if name not in CAMPAIGNS]:
+        parser.error(f"there is no campaign {unknown[0]}: write one of {', '.join(CAMPAIGNS)}")
+    names = args.campaigns or list(CAMPAIGNS)
+    for name in names:
+        run_campaign(name, args)
+    results = read_results(args.docs)
+    (args.docs / "edges.md").write_text(page(results))
+    return int(any(row["verdict"] in FAULTS for name in names for row in results.get(name, {}).values()))
+
+
+def run_campaign(name: str, args: argparse.Namespace) -> None:
+    """Run the chosen trials of one campaign, and write the results after each."""
+    file = args.docs / "edges" / f"{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    results = json.loads(file.read_text()) if file.exists() else {}
+    module = importlib.import_module(f"scripts.campaigns.edges.{name}")
+    shared = Path(tempfile.mkdtemp(prefix=f"edges-{name}-"))
+    try:
+        for trial in chosen(module.trials(shared, args.seed), args.only, args.count):
+            if trial.name in results and not args.again:
+                continue
+            results[trial.name] = result_of(trial)
+            if results[trial.name]["verdict"] in FAULTS:
+                print(f"{name}: {trial.name}: {results[trial.name]}", file=sys.stderr, flush=True)
+            write_results(file, results)
+    finally:
+        shutil.rmtree(shared, ignore_errors=True)
+
+
+def chosen(trials: Sequence[Trial], word: str, count: int | None) -> list[Trial]:
+    """Return the trials with a word in their name or group; `count` of them, at equal distances."""
+    named = [trial for trial in trials if word in trial.name or word in trial.group]
+    if count is None or count >= len(named):
+        return named
+    return [named[index * len(named) // count] for index in range(count)]
+
+
+def result_of(trial: Trial) -> dict[str, Any]:
+    """Run one trial in a folder of its own. An exception of the campaign itself is a fault too."""
+    folder = Path(tempfile.mkdtemp(prefix="edge-"))
+    began = time.monotonic()
+    try:
+        outcome = trial.run(folder)
+    except Exception:
+        outcome = Outcome("wrong", "the trial itself failed: " + traceback.format_exc(limit=3)[-400:])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = round(time.monotonic() - began, 1)
+    return {"group": trial.group, "verdict": outcome.verdict, "seconds": seconds, "detail": outcome.detail[:240]}
+
+
+def write_results(file: Path, results: Mapping[str, Any]) -> None:
+    """Replace the file of results: one trial a line."""
+    lines = [f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(results.items())]
+    temporary = file.with_suffix(".new")
+    temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    temporary.replace(file)
+
+
+def read_results(docs: Path) -> dict[str, dict[str, Any]]:
+    """Return the results of every campaign that has some."""
+    files = {name: docs / "edges" / f"{name}.json" for name in CAMPAIGNS}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the text of docs/edges.md: one table for all campaigns, and one for each."""
+    summary = [["campaign", "tried", "ok", *FAULTS]]
+    sections = []
+    for name, rows in results.items():
+        summary.append([f"[{name}](#{name})", *verdict_counts(list(rows.values()))])
+        groups = sorted({row["group"] for row in rows.values()})
+        cells = [["group", "tried", "ok", *FAULTS]]
+        for group in groups:
+            members = [row for row in rows.values() if row["group"] == group]
+            cells.append([group, *verdict_counts(members)])
+        sections.append(f"## {name}\n\n{CAMPAIGNS[name]}: [every trial](edges/{name}.json).\n\n{table(cells)}\n")
+    return (
+        f"# Faults at the edges\n\nMade by `{COMMAND}`. Each trial starts a command as a user would, while something around it is "
+        "unusual. **ok** is a right result, or one line that says what is wrong.\n\n"
+        f"{table(summary)}\n\n" + "\n".join(sections)
+    )
+
+
+def verdict_counts(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the number of trials, and how many have each verdict."""
+    counts = Counter(row["verdict"] for row in rows)
+    return [str(len(rows)), *(str(counts[verdict]) for verdict in ("ok", *FAULTS))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
