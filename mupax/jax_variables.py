@@ -1,6 +1,7 @@
-"""Environment variables of JAX and XLA: those with which mupax cannot work, or that JAX itself refuses, are one message.
+"""Environment variables of JAX and XLA that cannot be used: each is one message.
 
-Imports no JAX. A wrong flag of XLA ends a process inside C++, so another process tries the flags first.
+This module imports no JAX. A wrong flag of XLA ends a process inside C++, so another process tries
+the flags first.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def check(remembered: Callable[[str, Trial], dict[str, float]], variables: Mappi
     """Refuse variables under which no command that computes can work, before work is spent.
 
     Args:
-        remembered: keeps the result of a function on disk, by a name (`mupax.train.data.cache.remembered`).
+        remembered: keeps the result of a function on disk, by a name (`train.data.cache.remembered`).
         variables: environment of this process.
 
     Raises:
@@ -87,7 +88,7 @@ def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
     import subprocess
 
     began = time.monotonic()
-    # -P: a file of the folder that mupax was started in must not be imported in place of a library.
+    # -P: a file of the current folder must not be imported in place of a library.
     trial = subprocess.run(
         [sys.executable, "-P", "-c", _TRIAL],
         env=dict(variables),
@@ -97,7 +98,8 @@ def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:
         errors="replace",
         check=False,
     )
-    if trial.returncode:
+    # C++ ends the process without a word of Python, whose own errors are not about flags.
+    if trial.returncode and "Traceback" not in trial.stderr:
         lines = [_LOG_PREFIX.sub("", line) for line in trial.stderr.splitlines() if line.strip()]
         reason = lines[0].rstrip(".") if lines else f"exit code {trial.returncode}"
         value = " ".join(variables[XLA_FLAGS].split())
@@ -123,8 +125,9 @@ def explained(error: BaseException, variables: Mapping[str, str] = os.environ) -
     set_names = [name for name in platform_names if variables.get(name)]
     if files[-1] == _BACKEND_FILE and set_names:
         settings = " ".join(f"{name}={variables[name]}" for name in set_names)
-        why = f": {reason}" if str(error) else ", which name no device of this machine"
-        return f"JAX cannot start under {settings}{why}. Unset {' and '.join(set_names)}, or write JAX_PLATFORMS=cpu"
+        why = reason if str(error) else "this machine has no such device"
+        advice = f"Unset {' and '.join(set_names)}, or write JAX_PLATFORMS=cpu"
+        return f"JAX cannot start under {settings}: {why}. {advice}"
     return None
 
 

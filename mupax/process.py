@@ -1,10 +1,11 @@
-"""What a command's process hears and writes to: signals end it within seconds, and its three streams are open.
+"""A command's own process: signals end it within seconds, and its three streams are open.
 
-At Ctrl-C Python raises KeyboardInterrupt wherever the main thread happens to be. Inside JAX that is often a callback from C++, which drops
-the exception, or ends the process with a segmentation fault. So the exception is raised only where no frame of JAX is on the
-stack, and a thread ends the process if the main one does not come to such a place, or does not end afterwards.
+At Ctrl-C Python raises KeyboardInterrupt wherever the main thread happens to be. Inside JAX that is
+often a callback from C++, which drops the exception, or ends the process with a segmentation fault.
+So the exception is raised only where no frame of JAX is on the stack. A thread ends the process if
+the main one does not come to such a place, or does not end afterwards.
 
-Imports little: a signal that comes while the rest is imported is heard too.
+This module imports little: a signal that comes while the rest is imported is heard too.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _INSISTING = (signal.SIGINT, signal.SIGTERM)
 """A second one ends the process. A closed terminal sends SIGHUP twice."""
 ONE_S = 0.3
-"""Signals so close together are one: `timeout` sends its own twice, srun and the step's daemon one each."""
+"""Signals so close together are one: `timeout` sends its own twice."""
 _REACH_S = 1.0
 """How long the main thread may take to come out of JAX. Compiling takes longer, and can be cut off anywhere."""
 _CLEAN_UP_S = 2.5
 """How long the command may take to end after the exception was raised."""
 _NUDGE_S = 0.02
 _WORDS_S = 0.5
-"""How long the last words of a process may take: its terminal may be stopped, or its pipe full."""
+"""How long the last words may take: a terminal may be stopped, or a pipe full."""
 _SHOW_CURSOR = b"\x1b[?25h"
 _NO_UNWINDING = frozenset(
     (
@@ -48,14 +49,14 @@ _NO_UNWINDING = frozenset(
         "_weakrefset",
     )
 )
-"""Packages whose frames may have been called from C++, or from the garbage collector, which drop an exception."""
+"""Packages called from C++, or by the garbage collector, which drop an exception."""
 
 
 def open_closed_streams() -> None:
-    """Open standard input, output and error to nowhere where this process was started without them (`>&-`).
+    """Open standard input, output and error to nowhere if this process was started without (`>&-`).
 
-    Python has None in their place. And the next file that is opened would get the number of the closed one, so that a
-    library which prints would write into a checkpoint.
+    Python has None in their place. The next file that is opened would get the number of the closed
+    one, so that a library which prints would write into a checkpoint.
     """
     for number, name in enumerate(_STREAMS):
         try:
@@ -74,7 +75,8 @@ def open_closed_streams() -> None:
 class Interrupts:
     """Handlers of this process' signals, and the thread that sees to its end.
 
-    A run that saves when it is stopped replaces them while it trains (`train/parallel/signals.py`). So does a web server.
+    A run that saves when it is stopped has its own while it trains (`train/parallel/signals.py`).
+    So does a web server.
     """
 
     def __init__(self) -> None:
@@ -104,7 +106,7 @@ class Interrupts:
         for number in _SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._handle)
-        # What is dropped in a callback, or ends a thread while the command ends, is no news.
+        # An error that follows from the signal, in a callback or another thread, is no news.
         sys.unraisablehook = self._unless_interrupted(sys.unraisablehook)
         threading.excepthook = self._unless_interrupted(threading.excepthook)
 
@@ -160,7 +162,7 @@ class Interrupts:
             self._leave()
         elif not self._nudged and signal.getsignal(self.received) == self._handle:
             self._nudged = True
-            # The handler looks again where the main thread is. A signal also ends a wait of the system.
+            # The handler looks again where the main thread is, also if that waits for the system.
             signal.pthread_kill(self._main, self.received)
 
     def _leave(self) -> None:
@@ -170,6 +172,8 @@ class Interrupts:
         def show(report: Any) -> None:
             if self.received is None:
                 hook(report)
+            elif report.exc_type is KeyboardInterrupt:
+                self._raised_at = None  # a callback has dropped it: it is raised again
 
         return show
 
@@ -199,7 +203,7 @@ def leave(code: int, text: str = "") -> NoReturn:
 
 
 def _can_unwind(frame: FrameType | None) -> bool:
-    """Return True where an exception comes through to the command: no frame of the stack may have been called from C++."""
+    """Return True if an exception gets through to the command: nothing was called from C++."""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package in _NO_UNWINDING or frame.f_code.co_name == "__del__":

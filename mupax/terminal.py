@@ -169,10 +169,11 @@ def _printable(character: str) -> str:
 class EntryPoint:
     """A command line of the process, or of a test, that always returns an exit code.
 
-    1 it failed, 2 bad input (one message on stderr), 130 Ctrl-C, 141 the reader of its pipe (`| head`) has read enough.
+    1 it failed, 2 bad input (one message on stderr), 130 Ctrl-C, 141 the reader of its pipe
+    (`| head`) has read enough.
 
     Args:
-        command: takes the words of a command line. It may raise; another command line calls it directly.
+        command: takes the words of a command line. It may raise.
     """
 
     def __init__(self, command: Callable[[list[str]], int]) -> None:
@@ -180,7 +181,7 @@ class EntryPoint:
         functools.update_wrapper(self, command)
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """Return the exit code of these words, or of those of the process, which then ends soon."""
+        """Return the exit code of these words, or of those of the process, which then ends."""
         return exit_code(self.command, argv) if argv is not None else whole_process(self.command)
 
 
@@ -190,9 +191,9 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
 
 
 def whole_process(main: Callable[[list[str]], int], interrupts: Interrupts | None = None) -> int:
-    """Run the command line of this process. Return its exit code, with which the process then ends soon.
+    """Run the command line of this process. Return its exit code, with which the process ends soon.
 
-    A process that a signal has ended does not return: the interpreter would take apart what threads of XLA still use.
+    After a signal this does not return: the interpreter would take apart what XLA's threads use.
 
     Args:
         main: takes the words of the command line.
@@ -225,7 +226,7 @@ def exit_code(main: Callable[[list[str]], int], argv: Sequence[str], interrupts:
     Args:
         main: takes the words of the command line.
         argv: its words.
-        interrupts: signals of the process. After one of them no error is printed: it may follow from the signal.
+        interrupts: signals of the process. After one of them no error is printed.
     """
     try:
         code = main(list(argv))
@@ -234,9 +235,7 @@ def exit_code(main: Callable[[list[str]], int], argv: Sequence[str], interrupts:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        _discard(sys.stdout)
-        _discard(sys.stderr)
-        return 128 + signal.SIGPIPE
+        code = 128 + signal.SIGPIPE
     except Exception as error:
         if interrupts is not None and interrupts.received is not None:
             return 128 + interrupts.received
@@ -275,33 +274,33 @@ def _complain(text: str) -> None:
 
 
 def _flushed(code: int) -> int:
-    """Write what the two outputs still hold: the interpreter's own flush at exit could only complain.
+    """Write what the two outputs still hold. The interpreter's flush at exit could only complain.
 
     Returns:
-        The exit code: 141 where nobody reads standard output, and 1 where it cannot be written, of a command that went well.
+        The exit code. Of a command that went well it is 141 if nobody reads standard output, and 1
+        if standard output cannot be written.
     """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard(sys.stdout)
-        code = code or 128 + signal.SIGPIPE
-    except (OSError, ValueError) as error:
-        _discard(sys.stdout)
-        _complain(f"error: standard output cannot be written: {getattr(error, 'strerror', None) or error}")
-        code = code or 1
-    try:
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        _discard(sys.stderr)
+    if (error := _flush(sys.stdout)) is not None:
+        if not isinstance(error, BrokenPipeError):
+            reason = getattr(error, "strerror", None) or error
+            _complain(f"error: standard output cannot be written: {reason}")
+        code = code or (128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1)
+    _flush(sys.stderr)
     return code
 
 
-def _discard(stream: TextIO) -> None:
-    """Let a stream whose reader is gone, or whose disk is full, lead to nowhere: what it still holds must not fail at exit."""
-    with contextlib.suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+def _flush(stream: TextIO | None) -> Exception | None:
+    """Flush a stream. If that fails, let the stream lead to nowhere and return the error."""
+    try:
+        if stream is not None:
+            stream.flush()
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):  # what it holds must not fail again at exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        return error
+    return None
 
 
 @contextlib.contextmanager

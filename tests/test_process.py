@@ -19,7 +19,7 @@ from mupax.train.data import cache
 pytestmark = pytest.mark.core
 
 WAITS = """
-import sys, time, types
+import sys, time, types, weakref
 from mupax import process, terminal
 process.ONE_S, process._REACH_S, process._CLEAN_UP_S = 0.1, 0.4, 0.6
 
@@ -40,10 +40,21 @@ class Collected:
         print("ready", flush=True)
         time.sleep(0.2)
 
+class Watched:
+    pass
+
+def callback(reference):
+    print("ready", flush=True)
+    time.sleep(0.2)
+
 def command(argv):
     try:
         if "collected" in argv:
             Collected()
+        elif "callback" in argv:  # Python drops an exception that leaves it
+            watched = Watched()
+            reference = weakref.ref(watched, callback)
+            del watched
         else:
             print("ready", flush=True)
         if "swallows" in argv:
@@ -78,6 +89,7 @@ sys.exit(terminal.entry_point(command)())
         ("library", ["SIGINT"], 130, ""),
         ("library", ["SIGTERM"], 143, ""),
         ("collected", ["SIGINT"], 130, "left in order"),
+        ("callback", ["SIGINT"], 130, "left in order"),
         ("swallows", ["SIGINT"], 130, ""),
         ("fails", ["SIGINT"], 130, "left in order"),
         ("slowly", ["SIGINT"], 130, "left in order"),

@@ -83,7 +83,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
-        """Context manager of work that saves: a first signal is only noted. Outside it a signal ends the process again."""
+        """Context manager of work that saves: a first signal is only noted.
+
+        Before and after it a signal ends the process.
+        """
         self.defer()
         try:
             yield

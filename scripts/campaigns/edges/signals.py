@@ -1,7 +1,8 @@
-"""Signals to commands: Ctrl-C, a second one, SIGTERM and SIGHUP, at moments chosen by what a process does.
+"""Signals to commands: Ctrl-C, a second one, SIGTERM and SIGHUP, at moments of a process.
 
-A command must end with 128 and the signal's number within `END_S`, without a trace, and leave no child process and no temporary
-folder. A run that saves may take as long as its save, and then goes on to the bits of a run that nobody touched.
+A command must end with 128 and the signal's number within `END_S`, without a trace, and leave no
+child process and no temporary folder. A run that saves may take as long as its save, and then goes
+on to the bits of a run that nobody touched.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ _JAXLIB = re.compile(r"libjax_common|xla_extension")
 
 
 class Child:
-    """A `mupax` process whose output is read while it runs, in a process group and with temporary files of its own.
+    """A `mupax` process with a process group and temporary files of its own.
+
+    Its output is read while it runs.
 
     Args:
         words: of the command, after `mupax`.
@@ -133,7 +136,7 @@ class Child:
         return False
 
     def wait_until(self, reached: Callable[[Child], bool]) -> bool:
-        """Wait for a moment. Return False if the process ended before, or the moment does not come."""
+        """Wait for a moment. Return False if it does not come or the process ends before."""
         until = time.monotonic() + WAIT_S
         while self.process.poll() is None and time.monotonic() < until:
             if reached(self):
@@ -159,7 +162,7 @@ class Child:
         return Ended(code, self.output, waited)
 
     def left_behind(self) -> str:
-        """Return what the ended process has left: processes of its group or temporary folders. Nothing is right."""
+        """Return what the ended process has left: processes or temporary folders."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, 0)
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -217,13 +220,17 @@ class Shared:
         self._environ = {"MUPAX_DATA": str(folder / "data")}
 
     def environ(self, cache: bool) -> dict[str, str]:
-        """Return variables of a command: with compiled programs on disk, or without and with a line for each program."""
+        """Return variables of a command.
+
+        Args:
+            cache: with compiled programs on disk. Otherwise every program is compiled, with a line.
+        """
         if cache:
             return self._environ
         return {**self._environ, "MUPAX_COMPILATION_CACHE": "none", "JAX_LOG_COMPILES": "1"}
 
     def words(self, command: str, out: Path) -> list[str]:
-        """Return the words of a command, with the places of its inputs and outputs."""
+        """Return the words of a command with the paths of its inputs and outputs."""
         makers = {"TEXT": self._text, "RUN": self._run, "HF": self._weights, "VIT": self._vit, "IMAGE": self._image}
         words = []
         for word in shlex.split(command):
@@ -301,7 +308,7 @@ def interrupted(
 
 
 def judge_end(child: Child, ended: Ended, code: int, seconds: float) -> Outcome:
-    """Return the verdict on a process that got a signal: its code, its output, its time and what it has left."""
+    """Return the verdict on a process that got a signal: by code, output, time and leftovers."""
     outcome = judge(ended, (code,))
     if outcome.verdict != "ok":
         return outcome
@@ -315,7 +322,7 @@ def judge_end(child: Child, ended: Ended, code: int, seconds: float) -> Outcome:
 def saved_and_resumed(
     shared: Shared, moment: Callable[[Path], Moment], numbers: Sequence[int], restart: bool = False
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a run gets signals, and the same command goes on to the bits of a run that nobody touched."""
+    """Return a trial: a run gets signals, and the same command goes on to the right bits."""
 
     def run(folder: Path) -> Outcome:
         control = shared.control()
@@ -344,7 +351,7 @@ def saved_and_resumed(
 def goes_on(
     shared: Shared, command: str, moment: Moment, numbers: Sequence[int], cache: bool
 ) -> Callable[[Path], Outcome]:
-    """Return a trial: a study gets signals, and the same command then ends well with the rows that it had."""
+    """Return a trial: a study gets signals, and the same command adds to the rows that it had."""
 
     def run(folder: Path) -> Outcome:
         outcome = interrupted(shared, command, moment, numbers, cache)(folder)
@@ -352,9 +359,12 @@ def goes_on(
             return outcome
         rows = folder / "study" / "points.jsonl"
         before = rows.read_text() if rows.exists() else ""
-        again = run_mupax(shared.words(command, folder), shared.environ(cache=True), cwd=folder)
-        if again.code != 0:
-            return Outcome("lost", f"does not go on: {judge(again, (0,)).detail}")
+        again = Child(shared.words(command, folder), folder, shared.environ(cache=True))
+        if again.wait_until(lambda child: rows.exists() and len(rows.read_text()) > len(before)):
+            again.process.send_signal(signal.SIGINT)
+        ended = again.end(BOUND_S)
+        if ended.code not in (0, 128 + signal.SIGINT):
+            return Outcome("lost", f"does not go on: {judge(ended, (0,)).detail}")
         if not rows.read_text().startswith(before):
             return Outcome("lost", "rows were replaced")
         return outcome
@@ -363,7 +373,7 @@ def goes_on(
 
 
 def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callable[[Path], Outcome]:
-    """Return a trial: a run that ignores a signal from its start lives on when it comes, and another signal ends it."""
+    """Return a trial: a run lives on after a signal that it ignores, and another one ends it."""
 
     def run(folder: Path) -> Outcome:
         words = shared.words(f"train {_LONG} --workdir OUT/run", folder)
@@ -383,7 +393,7 @@ def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callab
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
-    """Return every trial; `seed` chooses moments by the clock and the programs that are being compiled."""
+    """Return every trial; `seed` chooses moments by the clock and programs that are compiled."""
     inputs = Shared(shared)
     choose = random.Random(seed)
     every = []

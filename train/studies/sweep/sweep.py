@@ -86,7 +86,8 @@ class Sweep:
         how: all points of a program at once, one after another, or whichever a short trial shows to be faster.
         evaluated: whether each point is evaluated after its last step.
         stop: called between steps; True ends the sweep.
-        saving: makes a context manager, entered while points train: what they have done is saved when `stop` returns True.
+        saving: makes a context manager, entered while points train. Their state is saved if `stop`
+            returns True.
         devices: all there are by default.
 
     Raises:
