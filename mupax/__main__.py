@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupts.listen()  # before all that takes time to import
         from mupax import terminal
     except KeyboardInterrupt:
-        os._exit(interrupts.exit_code or 1)
+        os._exit(interrupts.exit_code or 128 + signal.SIGINT)
     return terminal.whole_process(_command, interrupts)
 
 

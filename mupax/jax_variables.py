@@ -38,12 +38,23 @@ _REFUSED = {
     "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": (_NO_TRANSFERS, _TRANSFERS),
 }
 """Variables with the values under which mupax cannot work, and why."""
+_CHECKS = (
+    "JAX_DEBUG_NANS",
+    "JAX_DEBUG_INFS",
+    "JAX_ENABLE_CHECKS",
+    "JAX_CHECK_TRACER_LEAKS",
+    "JAX_ENABLE_X64",
+    "JAX_THREAD_GUARD",
+)
+"""Switches that make JAX raise errors of their own, or compute with other types."""
 _KNOWN_FLAG = re.compile(r"--xla_force_host_platform_device_count=[1-9]\d{0,3}")
 """Flags that need no trial, which takes a quarter of a second."""
 _TRIAL = "import jaxlib.xla_client; jaxlib.xla_client.CompileOptions()"
 _LOG_PREFIX = re.compile(r"^[EFWI]\d{4} \S+ +\d+ \S+\] ")
 """What C++ prints before a message: time, thread, file and line."""
 _BACKEND_FILE = ("jax", "_src", "xla_bridge.py")
+_BACKEND_WORDS = ("Unable to initialize backend", "Unknown backend")
+_PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_DEFAULT_DEVICE", "JAX_NUM_CPU_DEVICES")
 _CONFIG_FILE = ("jax", "_src", "config.py")
 
 
@@ -115,19 +126,26 @@ def explained(error: BaseException, variables: Mapping[str, str] = os.environ) -
         variables: environment of this process.
     """
     reason = (str(error) or type(error).__name__).splitlines()[0]
-    files = [PurePath(frame.filename).parts[-3:] for frame in traceback.extract_tb(error.__traceback__)]
-    if not files:
-        return None
-    if files[-1] == _CONFIG_FILE:
+    frames = traceback.extract_tb(error.__traceback__)
+    last_file = PurePath(frames[-1].filename).parts[-3:] if frames else ()
+    if last_file == _CONFIG_FILE:
         name = _named_variable(reason, variables)
         return f"JAX does not take its environment: {reason}. Correct or unset {name}"
-    platform_names = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_DEFAULT_DEVICE", "JAX_NUM_CPU_DEVICES")
-    set_names = [name for name in platform_names if variables.get(name)]
-    if files[-1] == _BACKEND_FILE and set_names:
+    # JAX removes its own frames from most of its errors, and says so in a note.
+    is_filtered = any("JAX" in note for note in getattr(error, "__notes__", ()))
+    is_of_jax = is_filtered or "_src" in last_file
+    names_backend = any(words in reason for words in _BACKEND_WORDS)
+    is_of_backend = names_backend or last_file == _BACKEND_FILE or (is_of_jax and not str(error))
+    set_names = [name for name in _PLATFORM_VARIABLES if variables.get(name)]
+    if is_of_backend and set_names:
         settings = " ".join(f"{name}={variables[name]}" for name in set_names)
         why = reason if str(error) else "this machine has no such device"
         advice = f"Unset {' and '.join(set_names)}, or write JAX_PLATFORMS=cpu"
         return f"JAX cannot start under {settings}: {why}. {advice}"
+    checks = [name for name in _CHECKS if variables.get(name, "").lower() in _TRUE]
+    if is_of_jax and checks:
+        settings = " ".join(f"{name}={variables[name]}" for name in checks)
+        return f"{type(error).__name__} under {settings}: {reason}. To go on without, unset {' and '.join(checks)}"
     return None
 
 

@@ -258,3 +258,29 @@ def test_flags_of_xla_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(jax_variables, "_try_flags", pytest.fail)
     jax_variables.check(cache.remembered, flags)
     jax_variables.check(cache.remembered, {"XLA_FLAGS": " --xla_force_host_platform_device_count=8 "})
+
+
+def test_an_error_under_a_debugging_variable_of_jax_names_the_variable() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as raised:
+        jnp.log(jnp.float32(-1.0))
+    assert jax_variables.explained(raised.value, {}) is None
+    text = jax_variables.explained(raised.value, {"JAX_DEBUG_NANS": "1"})
+    assert text is not None
+    assert "JAX_DEBUG_NANS=1" in text
+    assert jax_variables.explained(ValueError("of ours"), {"JAX_DEBUG_NANS": "1"}) is None
+
+
+def test_memory_of_a_decoder_takes_positions_of_any_integer_type() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from mupax.zoo.layers.cache import Cache
+
+    with jax.enable_x64(True):
+        empty = jnp.zeros((2, 1, 1, 4, 2), jnp.float32)
+        cache = Cache(empty, empty, jnp.int32(1))
+        filled = cache.put(1, jnp.ones((1, 1, 1, 2)), jnp.ones((1, 1, 1, 2)))
+    assert filled.keys[1, 0, 0, :, 0].tolist() == [0, 1, 0, 0]

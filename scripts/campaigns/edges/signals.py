@@ -135,6 +135,14 @@ class Child:
             return bool(library.search(Path(f"/proc/{self.process.pid}/maps").read_text()))
         return False
 
+    def hears(self) -> bool:
+        """Return True if the process handles SIGTERM, which Python itself does not."""
+        with contextlib.suppress(OSError, IndexError):
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            return bool(caught >> (signal.SIGTERM - 1) & 1)
+        return False
+
     def wait_until(self, reached: Callable[[Child], bool]) -> bool:
         """Wait for a moment. Return False if it does not come or the process ends before."""
         until = time.monotonic() + WAIT_S
@@ -180,6 +188,8 @@ class Moment:
     pause: float = 0.0
 
 
+HEARING = Moment("as soon as it hears signals", lambda child: child.hears())
+"""Before that the interpreter itself starts, which ends by any signal in its own way."""
 IMPORTING_NUMPY = Moment("while numpy is imported", lambda child: child.maps(_NUMPY))
 IMPORTING_JAX = Moment("while jaxlib is imported", lambda child: child.maps(_JAXLIB), 0.05)
 
@@ -199,8 +209,8 @@ def printed(text: str, name: str, pause: float = 0.0) -> Moment:
 
 
 def after(seconds: float) -> Moment:
-    """Return a moment so long after the start."""
-    return Moment(f"after {seconds:.2f} s", lambda child: True, seconds)
+    """Return a moment so long after the process began to hear signals."""
+    return Moment(f"after {seconds:.2f} s", HEARING.reached, seconds)
 
 
 def saving(folder: Path) -> Moment:
@@ -403,8 +413,8 @@ def trials(shared: Path, seed: int) -> list[Trial]:
         every += _study_trials(inputs, name, command)
     for name, command in LIGHT.items():
         for number in (signal.SIGINT, signal.SIGHUP):
-            moment = after(choose.uniform(0.06, 0.12))
-            every.append(_trial(name, number.name, moment.name, interrupted(inputs, command, moment, [number], True)))
+            run = interrupted(inputs, command, HEARING, [number], True)
+            every.append(_trial(name, number.name, HEARING.name, run))
     return [*every, *_data_trials(inputs), *_service_trials(inputs), *_run_trials(inputs)]
 
 
@@ -471,8 +481,8 @@ def _data_trials(inputs: Shared) -> list[Trial]:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             run = interrupted(inputs, command, IMPORTING_NUMPY, [number], True)
             every.append(_trial(name, number.name, IMPORTING_NUMPY.name, run))
-        early = after(0.15)
-        every.append(_trial(name, "SIGINT", early.name, interrupted(inputs, command, early, [signal.SIGINT], True)))
+        run = interrupted(inputs, command, HEARING, [signal.SIGINT], True)
+        every.append(_trial(name, "SIGINT", HEARING.name, run))
     return every
 
 
