@@ -19,14 +19,19 @@ from mupax.train.data import cache
 pytestmark = pytest.mark.core
 
 WAITS = """
-import sys, time, types, weakref
+import signal, sys, time, types, weakref
 from mupax import process, terminal
 process.ONE_S, process._REACH_S, process._CLEAN_UP_S = 0.1, 0.4, 0.6
+
+def wait(seconds):
+    print("ready", flush=True)
+    time.sleep(seconds)
 
 library = types.ModuleType("jax")  # no exception gets through its frames
 exec('''
 import time
 def call(seconds):
+    print("ready", flush=True)
     until = time.monotonic() + seconds
     try:
         while time.monotonic() < until:
@@ -37,38 +42,37 @@ def call(seconds):
 
 class Collected:
     def __del__(self):
-        print("ready", flush=True)
-        time.sleep(0.2)
+        wait(0.2)
 
 class Watched:
     pass
 
-def callback(reference):
-    print("ready", flush=True)
-    time.sleep(0.2)
+def callback(reference):  # Python drops an exception that leaves it
+    wait(0.2)
 
 def command(argv):
     try:
         if "collected" in argv:
             Collected()
-        elif "callback" in argv:  # Python drops an exception that leaves it
+        elif "callback" in argv:
             watched = Watched()
             reference = weakref.ref(watched, callback)
             del watched
-        else:
-            print("ready", flush=True)
-        if "swallows" in argv:
+        elif "swallows" in argv:
             try:
-                time.sleep(60)
+                wait(60)
             except KeyboardInterrupt:
                 pass
-        if "fails" in argv:
+        elif "fails" in argv:
             try:
-                time.sleep(60)
+                wait(60)
             except KeyboardInterrupt:
                 raise ValueError("follows from the signal")
-        library.call(0.2 if "short" in argv else 60 if "library" in argv else 0)
-        time.sleep(1 if "ignored" in argv else 60)
+        elif "library" in argv:
+            library.call(0.2 if "short" in argv else 60)
+        else:
+            wait(1 if "ignored" in argv else 60)
+        time.sleep(0 if "ignored" in argv else 60)
         return 0
     finally:
         print("left in order", flush=True)
@@ -76,6 +80,9 @@ def command(argv):
             time.sleep(60)
 
 sys.argv[1:] = sys.argv[1].split()
+if "ignored" in sys.argv:  # as nohup and a background job have it from their start
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.exit(terminal.entry_point(command)())
 """
 
@@ -99,17 +106,10 @@ sys.exit(terminal.entry_point(command)())
     ],
 )
 def test_a_signal_ends_a_command_wherever_it_is(how: str, signals: list[str], code: int, out: str) -> None:
-    def set_signals() -> None:
-        for name in signals:
-            signal.signal(signal.Signals[name], signal.SIG_IGN if how == "ignored" else signal.SIG_DFL)
-        if how != "ignored":
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", WAITS, how], preexec_fn=set_signals, **streams) as child:
+    with subprocess.Popen([sys.executable, "-c", WAITS, how], **streams) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        time.sleep(0.1)  # until it waits
         for name in signals:
             child.send_signal(signal.Signals[name])
             time.sleep(0.2)
