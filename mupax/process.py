@@ -11,6 +11,7 @@ This module imports little: a signal that comes while the rest is imported is he
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import signal
@@ -166,6 +167,10 @@ class Interrupts:
             signal.pthread_kill(self._main, self.received)
 
     def _leave(self) -> None:
+        # The main thread may go on writing there, or the disk hang.
+        cleaning = threading.Thread(target=_remove_temporary_folders, daemon=True)
+        cleaning.start()
+        cleaning.join(_WORDS_S)
         leave(128 + (self.received or signal.SIGINT))
 
     def _unless_interrupted(self, hook: Any) -> Any:
@@ -176,6 +181,18 @@ class Interrupts:
                 self._raised_at = None  # a callback has dropped it: it is raised again
 
         return show
+
+
+def _remove_temporary_folders() -> None:
+    """Remove the folders of this process that the interpreter would remove as it ends."""
+    if "tempfile" not in sys.modules:
+        return
+    from tempfile import TemporaryDirectory
+
+    for item in gc.get_objects():
+        if issubclass(type(item), TemporaryDirectory):  # a proxy's __class__ may be anything
+            with contextlib.suppress(OSError):
+                item.cleanup()
 
 
 def leave(code: int, text: str = "") -> NoReturn:

@@ -291,9 +291,10 @@ def _flushed(code: int) -> int:
 
 def _flush(stream: TextIO | None) -> Exception | None:
     """Flush a stream. If that fails, let the stream lead to nowhere and return the error."""
+    if stream is None:
+        return None
     try:
-        if stream is not None:
-            stream.flush()
+        stream.flush()
     except (OSError, ValueError) as error:
         with contextlib.suppress(OSError, ValueError):  # what it holds must not fail again at exit
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -19,7 +19,7 @@ from mupax.train.data import cache
 pytestmark = pytest.mark.core
 
 WAITS = """
-import signal, sys, time, types, weakref
+import signal, sys, tempfile, time, types, weakref
 from mupax import process, terminal
 process.ONE_S, process._REACH_S, process._CLEAN_UP_S = 0.1, 0.4, 0.6
 
@@ -68,6 +68,10 @@ def command(argv):
                 wait(60)
             except KeyboardInterrupt:
                 raise ValueError("follows from the signal")
+        elif "folder" in argv:
+            folder = tempfile.TemporaryDirectory(dir=".")
+            with folder:
+                library.call(60)
         elif "library" in argv:
             library.call(0.2 if "short" in argv else 60)
         else:
@@ -95,6 +99,7 @@ sys.exit(terminal.entry_point(command)())
         ("library short", ["SIGINT"], 130, "left in order"),
         ("library", ["SIGINT"], 130, ""),
         ("library", ["SIGTERM"], 143, ""),
+        ("folder", ["SIGINT"], 130, ""),
         ("collected", ["SIGINT"], 130, "left in order"),
         ("callback", ["SIGINT"], 130, "left in order"),
         ("swallows", ["SIGINT"], 130, ""),
@@ -105,9 +110,11 @@ sys.exit(terminal.entry_point(command)())
         ("ignored", ["SIGINT"], 0, "left in order"),
     ],
 )
-def test_a_signal_ends_a_command_wherever_it_is(how: str, signals: list[str], code: int, out: str) -> None:
+def test_a_signal_ends_a_command_wherever_it_is(
+    how: str, signals: list[str], code: int, out: str, tmp_path: Path
+) -> None:
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", WAITS, how], **streams) as child:
+    with subprocess.Popen([sys.executable, "-c", WAITS, how], cwd=tmp_path, **streams) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         for name in signals:
@@ -115,6 +122,7 @@ def test_a_signal_ends_a_command_wherever_it_is(how: str, signals: list[str], co
             time.sleep(0.2)
         printed, errors = child.communicate(timeout=30)
     assert (child.returncode, printed.strip(), errors) == (code, out, "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_ctrl_c_ends_a_command_at_once() -> None:
