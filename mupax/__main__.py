@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Sequence
 
-from mupax import __version__, command_line, terminal
+from mupax import __version__
+from mupax.process import Interrupts, open_closed_streams
 
 COMMANDS = {
     "train": "train a recipe, or run one of its commands",
@@ -15,9 +19,26 @@ COMMANDS = {
 }
 
 
-@terminal.entry_point
-def main(argv: list[str]) -> int:
-    """The exit code of `python -m COMMAND ARGUMENTS` for the COMMAND named first."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code of a command line, which is that of the process where it is left out."""
+    if argv is not None:
+        from mupax import terminal
+
+        return terminal.exit_code(_command, argv)
+    open_closed_streams()
+    interrupts = Interrupts()
+    try:
+        interrupts.listen()  # before all that takes time to import
+        from mupax import terminal
+    except KeyboardInterrupt:
+        os._exit(interrupts.exit_code or 128 + signal.SIGINT)
+    return terminal.whole_process(_command, interrupts)
+
+
+def _command(argv: list[str]) -> int:
+    """Run the command that the first word names, and return its exit code."""
+    from mupax import command_line
+
     if argv and argv[0] not in COMMANDS:
         from mupax.train.__main__ import COMMANDS as OF_TRAIN
         from mupax.train.config.recipes import RECIPES
@@ -32,19 +53,19 @@ def main(argv: list[str]) -> int:
     if command == "train":
         from mupax.train.__main__ import main as train_main
 
-        return train_main(words)
+        return train_main.command(words)
     if command == "presets":
         from mupax.presets.__main__ import main as presets_main
 
-        return presets_main(words)
+        return presets_main.command(words)
     if command == "zoo":
         from mupax.zoo.__main__ import main as zoo_main
 
-        return zoo_main(words)
+        return zoo_main.command(words)
     if command == "data":
         from mupax.train.data.__main__ import main as data_main
 
-        return data_main(words)
+        return data_main.command(words)
     print(f"mupax {__version__}")
     return 0
 

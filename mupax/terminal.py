@@ -15,12 +15,15 @@ import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+from mupax import jax_variables
 from mupax.disk import system_error
 from mupax.errors import MupaxError, MupaxFailure
 from mupax.memory import exhausted
 from mupax.memory import gib as gib
+from mupax.process import Interrupts, open_closed_streams
+from mupax.process import leave as leave
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,14 +38,11 @@ UNBOUNDED = 1_000_000
 """Width of a pipe or file: nothing there is wrapped or cut."""
 _EXIT_S = 5.0
 """How long a process whose command is done may take to end: threads of a library may wait for a disk or a network."""
-_WORDS_S = 0.5
-"""How long the last words of a process may take: its terminal may be stopped, or its pipe full."""
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""")
 """A word of a command with its quotes."""
 _LESS_MEMORY = "end other programs, raise the limit, or take a smaller batch or model"
 """What helps where a command itself does not say what would."""
 _NO_BREAK = "\u00a0"
-_SHOW_CURSOR = b"\x1b[?25h"
 
 
 def columns(stream: TextIO | None = None) -> int:
@@ -166,84 +166,142 @@ def _printable(character: str) -> str:
     return "\ufffd" if obeyed and character not in "\n\t" else character
 
 
-class EntryPoint(Protocol):
-    """A command line of the process, or of a test."""
+class EntryPoint:
+    """A command line of the process, or of a test, that always returns an exit code.
+
+    1 it failed, 2 bad input (one message on stderr), 130 Ctrl-C, 141 the reader of its pipe
+    (`| head`) has read enough.
+
+    Args:
+        command: takes the words of a command line. It may raise.
+    """
+
+    def __init__(self, command: Callable[[list[str]], int]) -> None:
+        self.command = command
+        functools.update_wrapper(self, command)
 
     def __call__(self, argv: Sequence[str] | None = None) -> int:
-        """The exit code."""
-        ...
+        """Return the exit code of these words, or of those of the process, which then ends."""
+        return exit_code(self.command, argv) if argv is not None else whole_process(self.command)
 
 
 def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
-    """A command line that always returns an exit code: that of `main`, or what became of it.
-
-    1 it failed, 2 bad input (one message on stderr), 130 Ctrl-C, 141 the reader of its pipe (`| head`) has read enough.
-
-    Args:
-        main: takes the words of a command line; those of the process where they are left out, which then ends soon.
-    """
-
-    @functools.wraps(main)
-    def run(argv: Sequence[str] | None = None) -> int:
-        code = returned(argv)
-        if argv is None:
-            late = threading.Timer(_EXIT_S, leave, (code,))
-            late.daemon = True
-            late.start()
-        return code
-
-    def returned(argv: Sequence[str] | None) -> int:
-        try:
-            code = main(list(sys.argv[1:] if argv is None else argv))
-            sys.stdout.flush()  # the interpreter's own flush at exit could only complain
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 128 + signal.SIGPIPE
-        except SystemExit as stop:
-            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-        except MupaxError as error:
-            note("\n".join(f"error: {error}".splitlines()[:MESSAGE_LINES]))
-            return 2
-        except MupaxFailure as error:
-            note(f"error: {error}")
-            return 1
-        except Exception as error:
-            if described := exhausted(error):
-                note(f"error: {described}; {_LESS_MEMORY}")
-            elif (cause := system_error(error)) is None:
-                traceback.print_exc()
-            else:  # of a disk, say: where it happened is in its words
-                note(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}")
-            return 1
-        return code
-
-    return run
+    """Make a command line of a function that takes its words."""
+    return EntryPoint(main)
 
 
-def leave(code: int, text: str = "") -> NoReturn:
-    """End the process at once, from any thread: the main one may be where no exception reaches it.
+def whole_process(main: Callable[[list[str]], int], interrupts: Interrupts | None = None) -> int:
+    """Run the command line of this process. Return its exit code, with which the process ends soon.
+
+    After a signal this does not return: the interpreter would take apart what XLA's threads use.
 
     Args:
-        code: of the process.
-        text: printed on standard error, as far as that takes what is written to it.
+        main: takes the words of the command line.
+        interrupts: of this process; they are made here unless the caller listens already.
     """
+    open_closed_streams()
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    try:
+        if interrupts is None:
+            interrupts = Interrupts()
+            if in_main_thread:
+                interrupts.listen()
+        code = exit_code(main, sys.argv[1:], interrupts)
+    except KeyboardInterrupt:  # it came while an error was printed
+        code = 128 + signal.SIGINT
+    if interrupts is not None:
+        interrupts.finish()
+        code = interrupts.exit_code or code
+    if code >= 128:
+        leave(code)
+    late = threading.Timer(_EXIT_S, leave, (code,))
+    late.daemon = True
+    late.start()
+    return code
 
-    def speak() -> None:
-        with contextlib.suppress(Exception):
-            print(text, end="\n" if text else "", file=sys.stderr, flush=True)
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        with contextlib.suppress(OSError):
-            for stream in filter(os.isatty, (1, 2)):
-                os.write(stream, _SHOW_CURSOR)  # which a live bar has hidden
 
-    words = threading.Thread(target=speak, daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending and starts no thread any more
-        words.start()
-        words.join(_WORDS_S)
-    os._exit(code)
+def exit_code(main: Callable[[list[str]], int], argv: Sequence[str], interrupts: Interrupts | None = None) -> int:
+    """Run a command line and return its exit code, whatever becomes of it.
+
+    Args:
+        main: takes the words of the command line.
+        argv: its words.
+        interrupts: signals of the process. After one of them no error is printed.
+    """
+    try:
+        code = main(list(argv))
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        code = 128 + signal.SIGPIPE
+    except Exception as error:
+        if interrupts is not None and interrupts.received is not None:
+            return 128 + interrupts.received
+        code = _explained(error)
+    return _flushed(code)
+
+
+def _explained(error: Exception) -> int:
+    """Print what became of a command, and return its exit code."""
+    if isinstance(error, MupaxError):
+        _complain("\n".join(f"error: {error}".splitlines()[:MESSAGE_LINES]))
+        return 2
+    if isinstance(error, MupaxFailure):
+        _complain(f"error: {error}")
+        return 1
+    if described := exhausted(error):
+        _complain(f"error: {described}; {_LESS_MEMORY}")
+        return 1
+    if described := jax_variables.explained(error):
+        _complain(f"error: {described}")
+        return 2
+    cause = system_error(error)
+    if cause is None:
+        with contextlib.suppress(OSError, ValueError):
+            traceback.print_exc()
+        return 1
+    # Of a disk, say: where it happened is in its words.
+    _complain(f"error: {cause.filename + ': ' if cause.filename else ''}{cause.strerror}")
+    return 1
+
+
+def _complain(text: str) -> None:
+    """Print an error. Where standard error is closed or full, the exit code alone tells."""
+    with contextlib.suppress(OSError, ValueError):
+        note(text)
+
+
+def _flushed(code: int) -> int:
+    """Write what the two outputs still hold. The interpreter's flush at exit could only complain.
+
+    Returns:
+        The exit code. Of a command that went well it is 141 if nobody reads standard output, and 1
+        if standard output cannot be written.
+    """
+    if (error := _flush(sys.stdout)) is not None:
+        if not isinstance(error, BrokenPipeError):
+            reason = getattr(error, "strerror", None) or error
+            _complain(f"error: standard output cannot be written: {reason}")
+        code = code or (128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1)
+    _flush(sys.stderr)
+    return code
+
+
+def _flush(stream: TextIO | None) -> Exception | None:
+    """Flush a stream. If that fails, let the stream lead to nowhere and return the error."""
+    if stream is None:
+        return None
+    try:
+        stream.flush()
+    except (OSError, ValueError) as error:
+        with contextlib.suppress(OSError, ValueError):  # what it holds must not fail again at exit
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        return error
+    return None
 
 
 @contextlib.contextmanager

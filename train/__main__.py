@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mupax import memory, terminal
+from mupax import jax_variables, memory, terminal
 
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
@@ -82,21 +80,11 @@ _LESS_MEMORY = {
 @terminal.entry_point
 def main(argv: list[str]) -> int:
     """The exit code of a command line, which is the words after `mupax train`."""
-    if threading.current_thread() is not threading.main_thread():
-        return _command(argv)
-    # No exception: it would be raised in whatever code of XLA has called Python, and end the process with a segmentation fault.
-    before = signal.signal(signal.SIGTERM, lambda number, frame: terminal.leave(128 + number))
-    try:
-        return _command(argv)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _command(argv: list[str]) -> int:
     from mupax import command_line
     from mupax.train.config import cli, plugins
     from mupax.train.config.checks import check_words, note_warmup
     from mupax.train.config.recipes import RECIPES
+    from mupax.train.data import cache
     from mupax.train.parallel import hardware
 
     memory.check_compiler()
@@ -123,6 +111,8 @@ def _command(argv: list[str]) -> int:
 
         command = finetune.command(words)
     elif name in COMMANDS:
+        if not {"-h", "--help"} & set(words):
+            jax_variables.check(cache.remembered)
         with memory.explained(_LESS_MEMORY.get(name, "Take a smaller model, or a machine with more memory")):
             return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
     else:
@@ -132,6 +122,7 @@ def _command(argv: list[str]) -> int:
 
         print(json.dumps(to_json(command.config), indent=2))
         return 0
+    jax_variables.check(cache.remembered)
     if command.dry_run:
         from mupax.train.run import dry_run
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line, memory, terminal
+from mupax import command_line, jax_variables, memory, terminal
 from mupax.command_line import Switch
 from mupax.zoo import configs, flops
 from mupax.zoo.families import ModelConfig
@@ -32,11 +32,14 @@ def main(argv: list[str]) -> int:
     from mupax.train.config import plugins
     from mupax.train.config.checks import check_words
     from mupax.train.config.preset import with_group_constants
+    from mupax.train.data import cache
     from mupax.train.reuse.huggingface.command import Export, Import
 
     check_words(argv)
     argv = plugins.without_plugins(argv)
     memory.check_compiler()
+    if argv[:1] in (["import"], ["export"]) and not {"-h", "--help"} & set(argv):
+        jax_variables.check(cache.remembered)
     if argv and argv[0] in configs.CONFIGS:
         wrong = f"{argv[0]} is a model, not a command; write `mupax zoo describe {argv[0]}`"
         raise command_line.UsageError(wrong)

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -80,6 +81,18 @@ class StopRequest:
         if self.received is not None and self._processes.count == 1:
             raise SystemExit(self.exit_code)
 
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Context manager of work that saves: a first signal is only noted.
+
+        Before and after it a signal ends the process.
+        """
+        self.defer()
+        try:
+            yield
+        finally:
+            self._saves = False
+
     def now(self) -> bool:
         """Whether to stop here, with as many programs done as were claimed."""
         if self._processes.count == 1:
@@ -109,8 +122,8 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._mouth.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-            # `nohup` has SIGHUP ignored.
-            heard = [n for n in _SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+            # `nohup` ignores SIGHUP, and a shell ignores SIGINT in the background jobs of a script.
+            heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
             self._handlers_before = {number: signal.signal(number, self._note) for number in heard}
         self._thread.start()
         return self

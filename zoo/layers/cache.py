@@ -36,7 +36,9 @@ class Cache(NamedTuple):
 
         def updated(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
             new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
-            return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, (layer, 0, 0, self.length, 0))
+            zero = jnp.int32(0)  # a plain 0 is an int64 under JAX_ENABLE_X64
+            start = (jnp.asarray(layer, jnp.int32), zero, zero, self.length, zero)
+            return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, start)
 
         return self._replace(keys=updated(self.keys, k_BTKN), values=updated(self.values, v_BTKN))
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mupax.train.parallel.signals import StopRequest
+from mupax.train.run.restart.child import Listener
 from tests.train.checkpoints.test_checkpointer import ROOT, TINY, checkpoints, folder, rows, train
 
 __all__ = ["folder"]  # fixtures
@@ -69,6 +70,9 @@ if "notebook" in sys.argv:
 with StopRequest() as stop:
     if "defer" in sys.argv:
         stop.defer()
+    if "deferred" in sys.argv:  # what a study does between the points that it trains
+        with stop.deferring():
+            pass
     try:
         for word in sys.argv[1:]:
             if word.startswith("SIG"):
@@ -94,6 +98,7 @@ sys.exit(stop.exit_code)
         ("SIGTERM", 143, "", "stopped by SIGTERM with nothing to save: checkpoints are as they were"),
         ("notebook defer SIGINT", 130, "saved", ""),
         ("notebook SIGINT", 0, "raised KeyboardInterrupt saved", ""),
+        ("deferred SIGINT", 130, "", "stopped by SIGINT with nothing to save: checkpoints are as they were"),
         ("SIGHUP", 129, "", "stopped by SIGHUP with nothing to save: checkpoints are as they were"),
     ],
 )  # fmt: skip
@@ -128,6 +133,21 @@ with StopRequest():
         out, err = child.communicate(timeout=60)
     assert (child.returncode, out) == (143, "")
     assert err == "stopped by SIGTERM with nothing to save: checkpoints are as they were\n"
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_nohup_or_a_background_job_ignores_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with StopRequest():
+            assert signal.getsignal(number) == signal.SIG_IGN
+        with Listener() as listener:
+            assert signal.getsignal(number) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) == listener._handle
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.core

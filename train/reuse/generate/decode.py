@@ -211,7 +211,7 @@ class Generator:
             last_B1 = text.token_B[:, None]
             logits_BV, read = self._read(weights, forward, last_B1, text.caches, jnp.int32(0), fresh=False)
             token_B = self._drawn(logits_BV, key, number + index, drawn)
-            out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (0, index))
+            out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (jnp.int32(0), index))
             return index + 1, _Text(read, token_B, text.finite & _finite(logits_BV)), out_BT
 
         start = jnp.int32(0), text, jnp.zeros((len(text.token_B), MOST), jnp.int32)

@@ -41,7 +41,9 @@ class Listener:
         for end in (self._ear, self._mouth):
             end.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        # What `nohup` or a background job has ignored, this process and its child ignore.
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, self._handle) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:

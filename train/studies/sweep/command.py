@@ -157,11 +157,16 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     how, evaluated = args.how, not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
     with terminal.lasting(), StopRequest() as stop:
-        stop.defer()
         try:
             with Table(terminal.console(), [point.label for point in grid], metric, _value) as table:
                 rows = sweep.run(
-                    configs, folder, watcher=table, how=how, evaluated=evaluated, stop=lambda: stop.received is not None
+                    configs,
+                    folder,
+                    watcher=table,
+                    how=how,
+                    evaluated=evaluated,
+                    stop=lambda: stop.received is not None,
+                    saving=stop.deferring,
                 )
         except sweep.Stopped:
             name = stop.received.name if stop.received else "a signal"

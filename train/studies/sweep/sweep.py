@@ -6,6 +6,7 @@ command line; transfer studies ask for points as they learn from them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
@@ -85,6 +86,8 @@ class Sweep:
         how: all points of a program at once, one after another, or whichever a short trial shows to be faster.
         evaluated: whether each point is evaluated after its last step.
         stop: called between steps; True ends the sweep.
+        saving: makes a context manager, entered while points train. Their state is saved if `stop`
+            returns True.
         devices: all there are by default.
 
     Raises:
@@ -98,6 +101,7 @@ class Sweep:
         how: Mode = "auto",
         evaluated: bool = True,
         stop: Callable[[], bool] = lambda: False,
+        saving: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
         devices: Sequence[Any] | None = None,
     ) -> None:
         if jax.process_count() > 1:
@@ -105,6 +109,7 @@ class Sweep:
                 "a sweep runs in one process over its devices; start one sweep per host, each in its own folder"
             )
         self._folder, self._evaluated, self._stop = folder.absolute(), evaluated, stop
+        self._saving = saving
         self._devices, self._programs, self._batches = devices, {}, Batches()
         self._chooser = Chooser(how, self._batches, evaluated)
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -139,11 +144,14 @@ class Sweep:
                     trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
                     work = Work(trainer, self._batches, self._folder, keys, watcher, self._stop)
                     packs = [todo[start : start + trainer.count] for start in range(0, len(todo), trainer.count)]
-                    for pack, finished in work.trained(packs):
-                        for i, row in finished:
-                            rows.add(row)
-                            watcher.finished(i, row)
-                        shutil.rmtree(work.unfinished(pack), ignore_errors=True)
+                    with self._saving():
+                        for pack, finished in work.trained(packs):
+                            for i, row in finished:
+                                rows.add(row)
+                                watcher.finished(i, row)
+                            shutil.rmtree(work.unfinished(pack), ignore_errors=True)
+                    if self._stop():
+                        raise Stopped
             return [rows[keys[i]] for i in range(len(configs))]
 
 

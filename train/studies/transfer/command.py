@@ -63,7 +63,6 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     if any(one.trained != one.configs for one in studies):
         console.print("where presets give a model the same numbers its points are trained once", style="dim")
     with terminal.lasting(), StopRequest() as stop:
-        stop.defer()
         try:
             runner = run or _engine(folder, args.how, console, stop)
             limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
@@ -91,7 +90,7 @@ def _engine(folder: Path, how: Literal["auto", "together", "in-turn"], console: 
     from mupax.train.studies.sweep.sweep import Row, Sweep
     from mupax.train.studies.sweep.table import Table
 
-    engine = Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None)
+    engine = Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None, saving=stop.deferring)
 
     def run(configs: Sequence[Config]) -> list[Row]:
         models = [(config.preset.name, config.model.sizes()) for config in configs]

@@ -138,8 +138,13 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     search = Search(config, constants, args.limits)
     metric = "training loss" if args.no_eval else "evaluation loss"
     with terminal.lasting(), StopRequest() as stop:
-        stop.defer()
-        engine = sweep.Sweep(folder, how=args.how, evaluated=not args.no_eval, stop=lambda: stop.received is not None)
+        engine = sweep.Sweep(
+            folder,
+            how=args.how,
+            evaluated=not args.no_eval,
+            stop=lambda: stop.received is not None,
+            saving=stop.deferring,
+        )
         try:
             with Board(terminal.console(), search, metric, _value) as board:
                 measure(search, lambda configs: engine.run(configs, board), board.round)

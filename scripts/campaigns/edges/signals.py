@@ -1,0 +1,537 @@
+"""Signals to commands: Ctrl-C, a second one, SIGTERM and SIGHUP, at moments of a process.
+
+A command must end with 128 and the signal's number within `END_S`, without a trace, and leave no
+child process and no temporary folder. A run that saves may take as long as its save, and then goes
+on to the bits of a run that nobody touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from scripts import ROOT
+from scripts.campaigns import tiny_runs
+from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
+from scripts.campaigns.edges.trial import mupax as run_mupax
+
+END_S = 5.0
+"""How long a command that saves nothing may take to end after a signal."""
+WAIT_S = 4 * BOUND_S
+"""How long a trial waits for its moment."""
+_LOOK_S = 0.01
+_STEPS = 16
+_SIZES = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 32 "
+    "--data.eval-examples 128 --optimizer.warmup-steps 2 --log.no-samples"
+)
+_SAVING = f"--steps {_STEPS} --ema.decay 0.9 --log.eval-every-steps 5 --checkpoint.every-steps 5 --resume"
+_LM = f"lm-tiny --data.name text:TEXT --model.seq-len 16 {_SIZES}"
+_LONG = f"{_LM} --steps 1000000 --checkpoint.every-steps 1000000 --resume"
+
+COMPUTING = {
+    "balance": "train balance lm-proxy --out OUT/b.json",
+    "check": "train check lm-proxy",
+    "noise": "train noise RUN",
+    "eval": "train eval RUN",
+    "dry-run": "train lm-laptop --dry-run",
+    "roles": "train roles lm-tiny",
+    "generate": "train generate RUN --prompt value --tokens 40",
+    "plan": f"train plan {_LM} --steps 50",
+    "grow": "train grow RUN --set width=32 --out OUT/big",
+    "convert": "train convert RUN --form readout-multiplier --out OUT/form",
+    "export": "zoo export RUN --out OUT/hf",
+    "import": "zoo import HF --out OUT/weights",
+    "predict": "train predict VIT IMAGE",
+}
+"""Commands that import JAX and compile, with small inputs."""
+STUDIES = {
+    "sweep": f"train sweep {_LM} --steps 400 --lr 2^-9:2^-6:4 --how in-turn --no-eval --out OUT/study",
+    "tune": f"train tune {_LM} --steps 400 --over lr --points 6 --how in-turn --no-eval --out OUT/study",
+    "transfer": f"train transfer {_LM} --steps 400 --grow width=16,32 --control none --how in-turn --out OUT/study",
+}
+LIGHT = {
+    "zoo list": "zoo",
+    "zoo describe": "zoo describe lm-8b",
+    "presets table": "presets table mup --model lm-tiny",
+    "presets compare": "presets compare mup sp ntk",
+    "train --help": "train lm-tiny --help",
+}
+"""Commands that end within a second."""
+_NOT_COMPILING = ("export", "import", "roles")
+_NUMPY = re.compile(r"_multiarray_umath")
+_JAXLIB = re.compile(r"libjax_common|xla_extension")
+
+
+class Child:
+    """A `mupax` process with a process group and temporary files of its own.
+
+    Its output is read while it runs.
+
+    Args:
+        words: of the command, after `mupax`.
+        folder: of the trial.
+        environ: further variables.
+        ignored: signals that it ignores from its start.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        environ: Mapping[str, str] | None = None,
+        ignored: Sequence[int] = (),
+    ) -> None:
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        variables = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+        variables |= {"TMPDIR": str(self.temporary), **(environ or {})}
+
+        def set_signals() -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            for number in ignored:
+                signal.signal(number, signal.SIG_IGN)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "mupax", *words],
+            cwd=folder,
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=set_signals,
+            process_group=0,
+        )
+        self._began = time.monotonic()
+        self._pieces: list[bytes] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        while piece := os.read(self.process.stdout.fileno(), 1 << 16):
+            self._pieces.append(piece)
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far, on both outputs."""
+        return b"".join(self._pieces).decode(errors="replace")
+
+    def maps(self, library: re.Pattern[str]) -> bool:
+        """Return True if the process has a library in its memory."""
+        with contextlib.suppress(OSError):
+            return bool(library.search(Path(f"/proc/{self.process.pid}/maps").read_text()))
+        return False
+
+    def hears(self) -> bool:
+        """Return True if the process handles SIGTERM, which Python itself does not."""
+        with contextlib.suppress(OSError, IndexError):
+            status = Path(f"/proc/{self.process.pid}/status").read_text()
+            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+            return bool(caught >> (signal.SIGTERM - 1) & 1)
+        return False
+
+    def wait_until(self, reached: Callable[[Child], bool]) -> bool:
+        """Wait for a moment. Return False if it does not come or the process ends before."""
+        until = time.monotonic() + WAIT_S
+        while self.process.poll() is None and time.monotonic() < until:
+            if reached(self):
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
+    def end(self, seconds: float) -> Ended:
+        """Wait for the end of the process; kill its group after so many seconds.
+
+        Returns:
+            Its exit code and output, and the seconds waited.
+        """
+        began = time.monotonic()
+        code: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(seconds)
+        waited = time.monotonic() - began
+        if code is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._reader.join(END_S)
+        return Ended(code, self.output, waited)
+
+    def left_behind(self) -> str:
+        """Return what the ended process has left: processes or temporary folders."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, 0)
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return "a child process is still running"
+        names = sorted(path.name for path in self.temporary.iterdir() if path.name.startswith("mupax"))
+        return f"left in TMPDIR: {', '.join(names[:3])}" if names else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When a signal is sent: when `reached` is true of the process, after a pause in seconds."""
+
+    name: str
+    reached: Callable[[Child], bool]
+    pause: float = 0.0
+
+
+HEARING = Moment("as soon as it hears signals", lambda child: child.hears())
+"""Before that the interpreter itself starts, which ends by any signal in its own way."""
+IMPORTING_NUMPY = Moment("while numpy is imported", lambda child: child.maps(_NUMPY))
+IMPORTING_JAX = Moment("while jaxlib is imported", lambda child: child.maps(_JAXLIB), 0.05)
+
+
+def compiling(count: int, pause: float = 0.0) -> Moment:
+    """Return the moment at which the program of that number is compiled, from 1."""
+    return Moment(
+        f"while program {count} is compiled",
+        lambda child: child.output.count("Compiling ") >= count,
+        pause,
+    )
+
+
+def printed(text: str, name: str, pause: float = 0.0) -> Moment:
+    """Return the moment at which the process has printed a text."""
+    return Moment(name, lambda child: text in child.output, pause)
+
+
+def after(seconds: float) -> Moment:
+    """Return a moment so long after the process began to hear signals."""
+    return Moment(f"after {seconds:.2f} s", HEARING.reached, seconds)
+
+
+def saving(folder: Path) -> Moment:
+    """Return the moment at which a run writes its first checkpoint."""
+    return Moment("while a checkpoint is saved", lambda child: any((folder / "checkpoints").glob("*")))
+
+
+class Shared:
+    """Inputs of the trials, each made by the first that needs it.
+
+    Args:
+        folder: of the campaign.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._environ = {"MUPAX_DATA": str(folder / "data")}
+
+    def environ(self, cache: bool) -> dict[str, str]:
+        """Return variables of a command.
+
+        Args:
+            cache: with compiled programs on disk. Otherwise every program is compiled, with a line.
+        """
+        if cache:
+            return self._environ
+        return {**self._environ, "MUPAX_COMPILATION_CACHE": "none", "JAX_LOG_COMPILES": "1"}
+
+    def words(self, command: str, out: Path) -> list[str]:
+        """Return the words of a command with the paths of its inputs and outputs."""
+        makers = {"TEXT": self._text, "RUN": self._run, "HF": self._weights, "VIT": self._vit, "IMAGE": self._image}
+        words = []
+        for word in shlex.split(command):
+            word = word.replace("OUT", str(out))
+            for name, make in makers.items():
+                if word == name or word == f"text:{name}":
+                    word = word.replace(name, str(make()))
+            words.append(word)
+        return words
+
+    def control(self) -> dict[str, object]:
+        """Return what the tiny run leaves that no signal reaches."""
+        return tiny_runs.left(self._run(), _STEPS)
+
+    def _output_of(self, name: str, command: str) -> Path:
+        path = self.folder / name
+        if not path.exists():
+            ended = run_mupax(self.words(command, self.folder), self._environ)
+            if ended.code != 0:
+                raise RuntimeError(f"{command}: {ended.output[-300:]}")
+        return path
+
+    def _text(self) -> Path:
+        path = self.folder / "text.txt"
+        if not path.exists():
+            tiny_runs.write_text(self.folder)
+        return path
+
+    def _run(self) -> Path:
+        return self._output_of("run", f"train {_LM} {_SAVING} --workdir OUT/run")
+
+    def _vit(self) -> Path:
+        return self._output_of("vit", f"train vit-digits {_SIZES} --steps 4 --workdir OUT/vit")
+
+    def _weights(self) -> Path:
+        return self._output_of("hf", "zoo export RUN --out OUT/hf")
+
+    def _image(self) -> Path:
+        path = self.folder / "image.png"
+        if not path.exists():
+            from PIL import Image
+
+            Image.new("L", (8, 8), 100).save(path)
+        return path
+
+
+def interrupted(
+    shared: Shared, command: str, moment: Moment, numbers: Sequence[int], cache: bool, seconds: float = END_S
+) -> Callable[[Path], Outcome]:
+    """Return a trial: a command gets signals at a moment, half a second apart, and ends by the first.
+
+    Args:
+        shared: inputs.
+        command: words, with names of inputs in place of their paths.
+        moment: when the first signal is sent.
+        numbers: signals.
+        cache: with compiled programs on disk.
+        seconds: how long it may take to end after the last signal.
+    """
+
+    def run(folder: Path) -> Outcome:
+        child = Child(shared.words(command, folder), folder, shared.environ(cache))
+        if not child.wait_until(moment.reached):
+            return Outcome("wrong", f"the moment did not come: {judge(child.end(0.1), ()).detail}")
+        time.sleep(moment.pause)
+        if child.process.poll() is not None:
+            return Outcome("wrong", f"it ended before the signal: {judge(child.end(0.1), ()).detail}")
+        for index, number in enumerate(numbers):
+            time.sleep(0.5 if index else 0)
+            child.process.send_signal(number)
+        ended = child.end(BOUND_S)
+        return judge_end(child, ended, 128 + numbers[0], seconds)
+
+    return run
+
+
+def judge_end(child: Child, ended: Ended, code: int, seconds: float) -> Outcome:
+    """Return the verdict on a process that got a signal: by code, output, time and leftovers."""
+    outcome = judge(ended, (code,))
+    if outcome.verdict != "ok":
+        return outcome
+    if ended.seconds > seconds:
+        return Outcome("wrong", f"ended {ended.seconds:.1f} s after the signal")
+    if left := child.left_behind():
+        return Outcome("wrong", left)
+    return Outcome("ok", f"{outcome.detail} ({ended.seconds:.1f} s)")
+
+
+def saved_and_resumed(
+    shared: Shared, moment: Callable[[Path], Moment], numbers: Sequence[int], restart: bool = False
+) -> Callable[[Path], Outcome]:
+    """Return a trial: a run gets signals, and the same command goes on to the right bits."""
+
+    def run(folder: Path) -> Outcome:
+        control = shared.control()
+        words = shared.words(f"train {_LM} {_SAVING} --workdir OUT/run", folder)
+        words += ["--restart", "2"] if restart else []
+        child = Child(words, folder, shared.environ(cache=True))
+        if not child.wait_until(moment(folder / "run").reached):
+            return Outcome("wrong", f"the moment did not come: {judge(child.end(0.1), ()).detail}")
+        for index, number in enumerate(numbers):
+            time.sleep(0.5 if index else 0)
+            child.process.send_signal(number)
+        # The last save of a run of 16 steps takes a second.
+        outcome = judge_end(child, child.end(BOUND_S), 128 + numbers[0], 2 * END_S)
+        if outcome.verdict != "ok":
+            return outcome
+        again = run_mupax(words, shared.environ(cache=True), cwd=folder)
+        if again.code != 0:
+            return Outcome("lost", f"does not go on: {judge(again, (0,)).detail}")
+        if differences := tiny_runs.differences(tiny_runs.left(folder / "run", _STEPS), control):
+            return Outcome("silent", f"other bits: {', '.join(differences)[:200]}")
+        return outcome
+
+    return run
+
+
+def goes_on(
+    shared: Shared, command: str, moment: Moment, numbers: Sequence[int], cache: bool
+) -> Callable[[Path], Outcome]:
+    """Return a trial: a study gets signals, and the same command adds to the rows that it had."""
+
+    def run(folder: Path) -> Outcome:
+        outcome = interrupted(shared, command, moment, numbers, cache)(folder)
+        if outcome.verdict != "ok":
+            return outcome
+        rows = folder / "study" / "points.jsonl"
+        before = rows.read_text() if rows.exists() else ""
+        again = Child(shared.words(command, folder), folder, shared.environ(cache=True))
+        if again.wait_until(lambda child: rows.exists() and len(rows.read_text()) > len(before)):
+            again.process.send_signal(signal.SIGINT)
+        ended = again.end(BOUND_S)
+        if ended.code not in (0, 128 + signal.SIGINT):
+            return Outcome("lost", f"does not go on: {judge(ended, (0,)).detail}")
+        if not rows.read_text().startswith(before):
+            return Outcome("lost", "rows were replaced")
+        return outcome
+
+    return run
+
+
+def ignoring(shared: Shared, ignored: int, ending: int, restart: bool) -> Callable[[Path], Outcome]:
+    """Return a trial: a run lives on after a signal that it ignores, and another one ends it."""
+
+    def run(folder: Path) -> Outcome:
+        words = shared.words(f"train {_LONG} --workdir OUT/run", folder)
+        words += ["--restart", "1"] if restart else []
+        child = Child(words, folder, shared.environ(cache=True), [ignored])
+        metrics = folder / "run" / "metrics.jsonl"
+        if not child.wait_until(lambda child: metrics.exists() and metrics.stat().st_size > 0):
+            return Outcome("wrong", f"no step was done: {judge(child.end(0.1), ()).detail}")
+        os.killpg(child.process.pid, ignored)
+        time.sleep(3.0)
+        if child.process.poll() is not None:
+            return Outcome("wrong", f"the ignored signal ended it: {judge(child.end(1), ()).detail}")
+        child.process.send_signal(ending)
+        return judge_end(child, child.end(BOUND_S), 128 + ending, 2 * END_S)
+
+    return run
+
+
+def trials(shared: Path, seed: int) -> list[Trial]:
+    """Return every trial; `seed` chooses moments by the clock and programs that are compiled."""
+    inputs = Shared(shared)
+    choose = random.Random(seed)
+    every = []
+    for name, command in COMPUTING.items():
+        every += _computing_trials(inputs, name, command, choose)
+    for name, command in STUDIES.items():
+        every += _study_trials(inputs, name, command)
+    for name, command in LIGHT.items():
+        for number in (signal.SIGINT, signal.SIGHUP):
+            run = interrupted(inputs, command, HEARING, [number], True)
+            every.append(_trial(name, number.name, HEARING.name, run))
+    return [*every, *_data_trials(inputs), *_service_trials(inputs), *_run_trials(inputs)]
+
+
+def _trial(group: str, signals: str, moment: str, run: Callable[[Path], Outcome]) -> Trial:
+    # The seconds of a moment depend on the seed; a name does not.
+    clock = re.sub(r"after [\d.]+ s", "by the clock", moment)
+    return Trial(f"{group}: {signals} {re.sub(r'program [2-9]', 'a later program', clock)}", group, run)
+
+
+def _computing_trials(inputs: Shared, name: str, command: str, choose: random.Random) -> list[Trial]:
+    later = compiling(choose.randint(2, 4), choose.uniform(0, 0.3))
+    by_clock = after(choose.uniform(0.15, 1.5))
+    first = compiling(1)
+    if name in _NOT_COMPILING:
+        first = Moment("while it traces", IMPORTING_JAX.reached, choose.uniform(0.8, 1.2))
+        later = Moment("while it traces more", IMPORTING_JAX.reached, choose.uniform(1.2, 1.6))
+    plan = [
+        ([signal.SIGINT], IMPORTING_NUMPY, True),
+        ([signal.SIGINT], IMPORTING_JAX, True),
+        ([signal.SIGINT], first, False),
+        ([signal.SIGINT], later, False),
+        ([signal.SIGINT], by_clock, True),
+        ([signal.SIGINT, signal.SIGINT], first, False),
+        ([signal.SIGHUP], later, False),
+        ([signal.SIGTERM], first, False),
+    ]
+    every = []
+    for numbers, moment, cache in plan:
+        words = " and ".join(number.name for number in numbers)
+        every.append(_trial(name, words, moment.name, interrupted(inputs, command, moment, numbers, cache)))
+    return every
+
+
+def _study_trials(inputs: Shared, name: str, command: str) -> list[Trial]:
+    training = Moment("while points train", lambda child: "it/s" in child.output or _is_training(child))
+    plan = [
+        ([signal.SIGINT], IMPORTING_JAX, True),
+        ([signal.SIGINT], compiling(3), False),
+        ([signal.SIGINT], training, True),
+        ([signal.SIGHUP], training, True),
+        ([signal.SIGINT, signal.SIGINT], training, True),
+    ]
+    every = []
+    for numbers, moment, cache in plan:
+        words = " and ".join(number.name for number in numbers)
+        every.append(_trial(name, words, moment.name, goes_on(inputs, command, moment, numbers, cache)))
+    return every
+
+
+def _is_training(child: Child) -> bool:
+    """Return True when a study has its first row."""
+    rows = child.temporary.parent / "study" / "points.jsonl"
+    return rows.exists() and rows.stat().st_size > 0
+
+
+def _data_trials(inputs: Shared) -> list[Trial]:
+    every = []
+    commands = {
+        "data prepare": "data prepare text:TEXT --data-dir OUT",
+        "data tokenizer": "data tokenizer text:TEXT --size 300 --out OUT/t.json",
+        "data show": "data show text:TEXT",
+    }
+    for name, command in commands.items():
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            run = interrupted(inputs, command, IMPORTING_NUMPY, [number], True)
+            every.append(_trial(name, number.name, IMPORTING_NUMPY.name, run))
+        run = interrupted(inputs, command, HEARING, [signal.SIGINT], True)
+        every.append(_trial(name, "SIGINT", HEARING.name, run))
+    return every
+
+
+def _service_trials(inputs: Shared) -> list[Trial]:
+    serving = printed("serving ", "while it serves")
+    command = "train serve RUN --port 0"
+    plan = [
+        ([signal.SIGINT], IMPORTING_JAX),
+        ([signal.SIGINT], serving),
+        ([signal.SIGHUP], serving),
+        ([signal.SIGTERM], serving),
+        ([signal.SIGINT, signal.SIGINT], serving),
+    ]
+    every = []
+    for numbers, moment in plan:
+        words = " and ".join(number.name for number in numbers)
+        every.append(_trial("serve", words, moment.name, interrupted(inputs, command, moment, numbers, True)))
+    push = "train push RUN --to owner/name --dry-run"
+    for number in (signal.SIGINT, signal.SIGHUP):
+        run = interrupted(inputs, push, IMPORTING_JAX, [number], True)
+        every.append(_trial("push", number.name, IMPORTING_JAX.name, run))
+    return every
+
+
+def _run_trials(inputs: Shared) -> list[Trial]:
+    every = []
+    words = f"train {_LM} {_SAVING} --workdir OUT/run"
+    early = [IMPORTING_NUMPY, IMPORTING_JAX, compiling(1), compiling(4)]
+    for moment in early:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            run = interrupted(inputs, words, moment, [number], cache=moment.name.endswith("imported"))
+            every.append(_trial("train", number.name, moment.name, run))
+
+    def at_saving(folder: Path) -> Moment:
+        return saving(folder)
+
+    def at_rows(folder: Path) -> Moment:
+        return Moment("after the first rows", lambda child: (folder / "metrics.jsonl").exists())
+
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        every.append(_trial("train", number.name, "while it saves", saved_and_resumed(inputs, at_saving, [number])))
+        every.append(_trial("train", number.name, "after the first rows", saved_and_resumed(inputs, at_rows, [number])))
+    for number in (signal.SIGINT, signal.SIGHUP):
+        run = saved_and_resumed(inputs, at_saving, [number], restart=True)
+        every.append(_trial("train --restart", number.name, "while it saves", run))
+    for restart in (False, True):
+        group = "train --restart" if restart else "train"
+        nohup = ignoring(inputs, signal.SIGHUP, signal.SIGTERM, restart)
+        background = ignoring(inputs, signal.SIGINT, signal.SIGTERM, restart)
+        every.append(_trial(group, "SIGHUP", "under nohup", nohup))
+        every.append(_trial(group, "SIGINT", "in a background job", background))
+    return every
