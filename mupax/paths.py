@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,14 @@ from mupax.errors import MupaxError
 
 ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 """The beginning of an address; text:, images: and measured: may stand before it."""
+
+_PLAIN = re.compile(r"[\w./=,+@ -]*", re.ASCII)
+"""A path that storage libraries take as it is."""
+_OPEN_FOLDERS = Path("/proc/self/fd")
+"""Where Linux has the open folders of this process by their numbers."""
+_LINK = "plainly-named"
+_STAND_IN = re.compile(rf"(?:{_OPEN_FOLDERS}/\d+|/[^\s\"']*/{_LINK})/")
+"""What `plainly_named` puts in place of a folder."""
 
 
 class PathError(MupaxError):
@@ -45,9 +54,58 @@ def is_remote(path: Path) -> bool:
     return not isinstance(path, Path)
 
 
-def url(path: Path) -> str:
-    """The path as tensorstore has it."""
-    return str(path) if is_remote(path) else f"file://{path.absolute()}"
+@contextlib.contextmanager
+def plainly_named(path: Path) -> Iterator[str]:
+    """Name a path so that orbax and tensorstore take the name as it is. The name is good while entered.
+
+    Orbax takes brackets for a pattern, and `gs:/` anywhere for a bucket. Tensorstore takes a backslash for a slash, and no
+    bytes that are not UTF-8. Both resolve `..` without looking at links. For such a path another way to its folder is named.
+    What is on disk keeps its own name.
+
+    Args:
+        path: its folder exists.
+
+    Raises:
+        OSError: its folder cannot be opened.
+    """
+    if is_remote(path):
+        yield str(path)
+        return
+    path = path.absolute()
+    if _PLAIN.fullmatch(str(path)) and ".." not in path.parts:
+        yield str(path)
+        return
+    with _stand_in(path.parent) as folder:
+        yield f"{folder}/{path.name}"
+
+
+@contextlib.contextmanager
+def _stand_in(folder: Path) -> Iterator[Path]:
+    """Make another way to a folder, without odd characters, while entered."""
+    if _OPEN_FOLDERS.is_dir():
+        number = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        try:
+            yield _OPEN_FOLDERS / str(number)
+        finally:
+            os.close(number)
+        return
+    with tempfile.TemporaryDirectory(prefix="mupax-") as temporary:
+        link = Path(temporary) / _LINK
+        link.symlink_to(folder, target_is_directory=True)
+        yield link
+
+
+def without_stand_ins(text: str) -> str:
+    """Return a library's message without the folders that `plainly_named` made up."""
+    return _STAND_IN.sub("", text)
+
+
+def storage_url(name: str) -> str:
+    """Return the URL by which tensorstore opens what `plainly_named` has named, percent-encoded."""
+    scheme, separator, rest = name.partition("://")
+    if not separator:
+        scheme, rest = "file", name
+    return f"{scheme}://{urllib.parse.quote(rest)}"
 
 
 def remove_tree(folder: Path) -> None:
