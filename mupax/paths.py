@@ -19,6 +19,8 @@ ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 
 _PLAIN = re.compile(r"[\w./=,+@ -]*", re.ASCII)
 """A path that storage libraries take as it is."""
+_PATTERN = re.compile(r"[#?\[\]*]")
+"""What must not be in the name of a place in a bucket. Deleting `gs://bucket/*` would delete every other run there too."""
 _OPEN_FOLDERS = Path("/proc/self/fd")
 """Where Linux has the open folders of this process by their numbers."""
 _LINK = "plainly-named"
@@ -34,7 +36,8 @@ def path_of(word: str | Path) -> Path:
     """The path that a user's word means; `~` is the home folder. A path is what it is.
 
     Raises:
-        PathError: an address of a kind that is not read here, or gs:// without the package for it.
+        PathError: an address of a kind that is not read here, a bucket's that would be read as a pattern, or gs:// without
+            the package for it.
     """
     if not isinstance(word, str):
         return word
@@ -42,6 +45,11 @@ def path_of(word: str | Path) -> Path:
         return Path(word).expanduser()
     if match[1] != "gs" or match.start(1) or not word.removeprefix("gs://").strip("/"):
         raise PathError(f"{word} is no gs://bucket/folder, the one kind of address that is read and written")
+    if taken := _PATTERN.search(word):
+        raise PathError(
+            f"{word} has {taken[0]} in it, which libraries for buckets take for a pattern or a version; write a place without "
+            "# ? [ ] *"
+        )
     if importlib.util.find_spec("gcsfs") is None:
         raise PathError(f"{word} needs the package gcsfs; run `pip install 'mupax[gcs]'`")
     from mupax import buckets

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import shlex
@@ -193,6 +194,7 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
         return code
 
     def returned(argv: Sequence[str] | None) -> int:
+        _print_any_name()
         try:
             code = main(list(sys.argv[1:] if argv is None else argv))
             sys.stdout.flush()  # the interpreter's own flush at exit could only complain
@@ -209,6 +211,9 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
         except MupaxFailure as error:
             note(f"error: {error}")
             return 1
+        except RecursionError:
+            note("error: a file or a word of the command line is nested too deep; write it with fewer levels")
+            return 2
         except Exception as error:
             if described := exhausted(error):
                 note(f"error: {described}; {_LESS_MEMORY}")
@@ -220,6 +225,13 @@ def entry_point(main: Callable[[list[str]], int]) -> EntryPoint:
         return code
 
     return run
+
+
+def _print_any_name() -> None:
+    """Let standard output escape what its encoding lacks, as standard error does: names of files may be any bytes."""
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
 
 
 def leave(code: int, text: str = "") -> NoReturn:
