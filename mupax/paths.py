@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import os
@@ -85,6 +86,21 @@ def plainly_named(path: Path) -> Iterator[str]:
         return
     with _stand_in(path.parent) as folder:
         yield f"{folder}/{path.name}"
+
+
+def lasting_name(folder: Path) -> Path:
+    """Return a name of a folder as `plainly_named` makes it, good until the process ends.
+
+    Args:
+        folder: exists.
+    """
+    if is_remote(folder):
+        return folder
+    inside = folder if _PLAIN.fullmatch(folder.name) else folder / "inside"
+    naming = contextlib.ExitStack()
+    named = Path(naming.enter_context(plainly_named(inside)))
+    atexit.register(naming.close)
+    return named if inside == folder else named.parent
 
 
 @contextlib.contextmanager
