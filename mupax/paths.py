@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import importlib.util
 import os
 import re
 import shutil
 import tempfile
 import urllib.parse
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +26,9 @@ _PATTERN = re.compile(r"[#?\[\]*]")
 """What must not be in the name of a place in a bucket. Deleting `gs://bucket/*` would delete every other run there too."""
 _OPEN_FOLDERS = Path("/proc/self/fd")
 """Where Linux has the open folders of this process by their numbers."""
+_FIRST_NUMBER = 300
+_NUMBERS = 600
+"""Numbers that open folders get: below 1,024, the usual limit of a process."""
 _LINK = "plainly-named"
 _STAND_IN = re.compile(rf"(?:{_OPEN_FOLDERS}/\d+|/[^\s\"']*/{_LINK})/")
 """What `plainly_named` puts in place of a folder."""
@@ -105,9 +110,18 @@ def lasting_name(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _stand_in(folder: Path) -> Iterator[Path]:
-    """Make another way to a folder, without odd characters, while entered."""
+    """Make another way to a folder, without odd characters, while entered.
+
+    Orbax compares the paths of a run's processes. The number of the open folder therefore follows from its path: the first one free
+    from there on, far above those that are given out by themselves.
+    """
     if _OPEN_FOLDERS.is_dir():
         number = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        start = _FIRST_NUMBER + zlib.crc32(os.fsencode(folder)) % _NUMBERS
+        with contextlib.suppress(OSError):  # a process may be given fewer numbers
+            opened = number
+            number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, start)
+            os.close(opened)
         try:
             yield _OPEN_FOLDERS / str(number)
         finally:

@@ -75,7 +75,7 @@ OTHERS = {
     "emoji": "\U0001f525\U0001f469\u200d\U0001f4bb",
     "right to left": "\u05d0\u05d1\u202eabc",
     "line separator": "a\u2028b",
-    "markup": "[red]a[/red]",
+    "markup": "[bold red]a",
     "format": "{0}%s%d",
     "address": "http:",
     "kind of data": "text:a",
@@ -389,6 +389,17 @@ def train_and_resume(case: Case) -> Any:
     case.run(*words, flag, "--steps", "4")
     case.run(*words, flag, "--steps", "8")
     return case.left(case.place, 8)
+
+
+def two_processes(case: Case) -> Any:
+    """Train with two processes that save together."""
+    shutil.copy(case.inputs.text, case.folder / "text.txt")
+    session = tiny_runs.Session(tiny_runs.Case("decoder", 2), case.folder, case.name, 20)
+    codes = session.wait(240)
+    outcome = judge(Ended(max(codes), session.output(), 0.0), [0])
+    if outcome.verdict != "ok":
+        raise Failed(outcome)
+    return tiny_runs.left_arrays(case.place, 20)
 
 
 def resume_moved(case: Case) -> Any:
@@ -783,6 +794,7 @@ QUICK = (
 """Commands of about a second."""
 SLOW = (
     "train, resume",
+    "two processes",
     "resume a moved run",
     "grow",
     "images:FOLDER",
@@ -804,6 +816,7 @@ SLOW = (
 ACTS: dict[str, Callable[[Case], Any]] = {
     TRAINED: train,
     "train, resume": train_and_resume,
+    "two processes": two_processes,
     "resume a moved run": resume_moved,
     "train --dry-run": dry_run,
     "relative names": relative_name,

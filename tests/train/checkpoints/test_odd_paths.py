@@ -107,6 +107,15 @@ def test_without_open_folders_a_link_is_another_way(tmp_path: Path, monkeypatch:
     assert loaded(save(tmp_path / "[a]")) == [0.0, 1.0, 2.0]
 
 
+def test_every_process_of_a_run_gets_the_same_name(tmp_path: Path) -> None:
+    """Orbax refuses a save whose processes name its folder in different ways."""
+    (tmp_path / "[a]").mkdir()
+    with plainly_named(tmp_path / "[a]" / "b") as name:
+        pass
+    with Path(os.devnull).open(), plainly_named(tmp_path / "[a]" / "b") as again:
+        assert again == name
+
+
 def test_up_from_a_link_is_where_the_link_leads(tmp_path: Path) -> None:
     (tmp_path / "far" / "deep").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "far" / "deep")
