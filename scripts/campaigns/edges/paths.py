@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -315,9 +316,7 @@ def fork(words: list[str], out: Path, environ: Mapping[str, str] | None, cwd: Pa
         os.chdir(cwd)
         os.environ.update(environ or {})
         sys.argv = ["mupax", *words]
-        from mupax.__main__ import main
-
-        code = main(words)
+        runpy.run_module("mupax", run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
