@@ -393,12 +393,13 @@ def train_and_resume(case: Case) -> Any:
 def two_processes(case: Case) -> Any:
     """Train with two processes that save together."""
     shutil.copy(case.inputs.text, case.folder / "text.txt")
-    session = tiny_runs.Session(tiny_runs.Case("decoder", 2), case.folder, case.name, 20)
+    name = "".join(case.name.split())  # a session's command line is split at spaces
+    session = tiny_runs.Session(tiny_runs.Case("decoder", 2), case.folder, name, 20)
     codes = session.wait(240)
     outcome = judge(Ended(max(codes), session.output(), 0.0), [0])
     if outcome.verdict != "ok":
         raise Failed(outcome)
-    return tiny_runs.left_arrays(case.place, 20)
+    return tiny_runs.left_arrays(case.folder / name, 20)
 
 
 def resume_moved(case: Case) -> Any:
