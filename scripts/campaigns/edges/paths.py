@@ -220,8 +220,10 @@ class Inputs:
     def expected(self, label: str, act: Callable[[Case], Any]) -> Any:
         """Return the result of a command under a plain name."""
         if label not in self._results:
-            with tempfile.TemporaryDirectory(dir=self.folder, prefix="control-") as folder:
-                self._results[label] = act(Case(Path(folder), PLAIN, self))
+            # A forked session would remove a TemporaryDirectory when it exits.
+            folder = Path(tempfile.mkdtemp(dir=self.folder, prefix="control-"))
+            self._results[label] = act(Case(folder, PLAIN, self))
+            shutil.rmtree(folder)
         return self._results[label]
 
 
