@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -22,6 +23,10 @@ PATIENCE_S = 30.0
 _PAUSES_S = (0.1, 5.0)
 """The first pause and the longest; each is twice the one before it."""
 _LARGEST_FILE = 64 * 2**20
+DEEPEST = 100
+"""Levels of lists and objects in one another that a file may have. Python's functions for them go as deep as they do."""
+_LONGEST_NAME = 255
+"""Bytes of a file's name at most, on every common disk."""
 _DIGITS = 60
 """Of a whole number at most; a longer one is none of ours, and some of Python's conversions refuse it."""
 _NESTED = re.compile(r"os_error_code='(\d+)'")
@@ -139,7 +144,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         DiskError: the disk does not take it.
     """
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = hidden_beside(path, ".partial")
     try:
         content = content.encode() if isinstance(content, str) else content
         if is_remote(path):  # an object is there when all of it is
@@ -153,6 +158,19 @@ def write_whole(path: Path, content: str | bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise DiskError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def hidden_beside(path: Path, ending: str) -> Path:
+    """Return a hidden name beside a file, for what becomes the file when it is whole.
+
+    Args:
+        path: of the file.
+        ending: of the hidden name. Where its name and the ending are too long for a disk, a digest stands for the name.
+    """
+    name = f".{path.name}{ending}"
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}{ending}"
+    return path.with_name(name)
 
 
 def sync_folder(folder: Path) -> None:
@@ -184,7 +202,28 @@ def json_object(content: bytes, what: str) -> dict[str, Any]:
         raise JsonError(f"{what}: not JSON: {error}") from error
     if not isinstance(value, dict):
         raise JsonError(f"{what}: not a JSON object")
+    if nested_deeper(value, DEEPEST):
+        raise JsonError(f"{what}: not JSON that can be read: nested deeper than {DEEPEST} levels")
     return value
+
+
+def nested_deeper(value: Any, levels: int) -> bool:
+    """Return whether lists and objects lie in one another more than so many levels deep.
+
+    Args:
+        value: as JSON or YAML has it.
+        levels: the most that are not too many.
+    """
+    level = [value]
+    for _ in range(levels):
+        inner: list[Any] = []
+        for container in level:
+            members = container.values() if isinstance(container, dict) else container
+            inner.extend(member for member in members if isinstance(member, dict | list))
+        if not inner:
+            return False
+        level = inner
+    return True
 
 
 def _whole(digits: str) -> int:

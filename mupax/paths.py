@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import fcntl
 import importlib.util
 import os
 import re
 import shutil
 import tempfile
+import urllib.parse
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +19,19 @@ from mupax.errors import MupaxError
 
 ADDRESS = re.compile(r"(?:\w+:)?([a-z][a-z0-9+.-]*)://", re.IGNORECASE)
 """The beginning of an address; text:, images: and measured: may stand before it."""
+
+_PLAIN = re.compile(r"[\w./=,+@ -]*", re.ASCII)
+"""A path that storage libraries take as it is."""
+_PATTERN = re.compile(r"[#?\[\]*]")
+"""What must not be in the name of a place in a bucket. Deleting `gs://bucket/*` would delete every other run there too."""
+_OPEN_FOLDERS = Path("/proc/self/fd")
+"""Where Linux has the open folders of this process by their numbers."""
+_FIRST_NUMBER = 300
+_NUMBERS = 600
+"""Numbers that open folders get: below 1,024, the usual limit of a process."""
+_LINK = "plainly-named"
+_STAND_IN = re.compile(rf"(?:{_OPEN_FOLDERS}/\d+|/[^\s\"']*/{_LINK})/")
+"""What `plainly_named` puts in place of a folder."""
 
 
 class PathError(MupaxError):
@@ -25,7 +42,8 @@ def path_of(word: str | Path) -> Path:
     """The path that a user's word means; `~` is the home folder. A path is what it is.
 
     Raises:
-        PathError: an address of a kind that is not read here, or gs:// without the package for it.
+        PathError: an address of a kind that is not read here, a bucket's that would be read as a pattern, or gs:// without
+            the package for it.
     """
     if not isinstance(word, str):
         return word
@@ -33,6 +51,11 @@ def path_of(word: str | Path) -> Path:
         return Path(word).expanduser()
     if match[1] != "gs" or match.start(1) or not word.removeprefix("gs://").strip("/"):
         raise PathError(f"{word} is no gs://bucket/folder, the one kind of address that is read and written")
+    if taken := _PATTERN.search(word):
+        raise PathError(
+            f"{word} has {taken[0]} in it, which libraries for buckets take for a pattern or a version; write a place without "
+            "# ? [ ] *"
+        )
     if importlib.util.find_spec("gcsfs") is None:
         raise PathError(f"{word} needs the package gcsfs; run `pip install 'mupax[gcs]'`")
     from mupax import buckets
@@ -45,9 +68,82 @@ def is_remote(path: Path) -> bool:
     return not isinstance(path, Path)
 
 
-def url(path: Path) -> str:
-    """The path as tensorstore has it."""
-    return str(path) if is_remote(path) else f"file://{path.absolute()}"
+@contextlib.contextmanager
+def plainly_named(path: Path) -> Iterator[str]:
+    """Name a path so that orbax and tensorstore take the name as it is. The name is good while entered.
+
+    Orbax takes brackets for a pattern, and `gs:/` anywhere for a bucket. Tensorstore takes a backslash for a slash, and no
+    bytes that are not UTF-8. Both resolve `..` without looking at links. For such a path another way to its folder is named.
+    What is on disk keeps its own name.
+
+    Args:
+        path: its folder exists.
+
+    Raises:
+        OSError: its folder cannot be opened.
+    """
+    if is_remote(path):
+        yield str(path)
+        return
+    path = path.absolute()
+    if _PLAIN.fullmatch(str(path)) and ".." not in path.parts:
+        yield str(path)
+        return
+    with _stand_in(path.parent) as folder:
+        yield f"{folder}/{path.name}"
+
+
+def lasting_name(folder: Path) -> Path:
+    """Return a name of a folder as `plainly_named` makes it, good until the process ends.
+
+    Args:
+        folder: exists.
+    """
+    if is_remote(folder):
+        return folder
+    inside = folder if _PLAIN.fullmatch(folder.name) else folder / "inside"
+    naming = contextlib.ExitStack()
+    named = Path(naming.enter_context(plainly_named(inside)))
+    atexit.register(naming.close)
+    return named if inside == folder else named.parent
+
+
+@contextlib.contextmanager
+def _stand_in(folder: Path) -> Iterator[Path]:
+    """Make another way to a folder, without odd characters, while entered.
+
+    Orbax compares the paths of a run's processes. The number of the open folder therefore follows from its path: the first one free
+    from there on, far above those that are given out by themselves.
+    """
+    if _OPEN_FOLDERS.is_dir():
+        number = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+        start = _FIRST_NUMBER + zlib.crc32(os.fsencode(folder)) % _NUMBERS
+        with contextlib.suppress(OSError):  # a process may be given fewer numbers
+            opened = number
+            number = fcntl.fcntl(opened, fcntl.F_DUPFD_CLOEXEC, start)
+            os.close(opened)
+        try:
+            yield _OPEN_FOLDERS / str(number)
+        finally:
+            os.close(number)
+        return
+    with tempfile.TemporaryDirectory(prefix="mupax-") as temporary:
+        link = Path(temporary) / _LINK
+        link.symlink_to(folder, target_is_directory=True)
+        yield link
+
+
+def without_stand_ins(text: str) -> str:
+    """Return a library's message without the folders that `plainly_named` made up."""
+    return _STAND_IN.sub("", text)
+
+
+def storage_url(name: str) -> str:
+    """Return the URL by which tensorstore opens what `plainly_named` has named, percent-encoded."""
+    scheme, separator, rest = name.partition("://")
+    if not separator:
+        scheme, rest = "file", name
+    return f"{scheme}://{urllib.parse.quote(rest)}"
 
 
 def remove_tree(folder: Path) -> None:

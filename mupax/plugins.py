@@ -121,7 +121,7 @@ def digest(module: ModuleType) -> str:
         files = sorted(path.parent.rglob("*.py")) if path.name == "__init__.py" else [path]
         for source in files:
             with contextlib.suppress(OSError):
-                content.update(source.relative_to(path.parent).as_posix().encode())
+                content.update(os.fsencode(source.relative_to(path.parent).as_posix()))
                 content.update(source.read_bytes())
     return content.hexdigest()[:16]
 
@@ -171,7 +171,7 @@ def _remembered(run: str) -> Path:
 def _read(place: Path) -> dict[str, str]:
     try:
         content: Any = json.loads(place.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(content, dict):
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import os
 import re
 import shlex
@@ -220,6 +221,16 @@ def whole_process(main: Callable[[list[str]], int], interrupts: Interrupts | Non
     return code
 
 
+def _print_any_name() -> None:
+    """Let standard output escape what its encoding lacks, as standard error does.
+
+    Names of files may be any bytes.
+    """
+    stream = sys.stdout
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
+
+
 def exit_code(main: Callable[[list[str]], int], argv: Sequence[str], interrupts: Interrupts | None = None) -> int:
     """Run a command line and return its exit code, whatever becomes of it.
 
@@ -228,6 +239,7 @@ def exit_code(main: Callable[[list[str]], int], argv: Sequence[str], interrupts:
         argv: its words.
         interrupts: signals of the process. After one of them no error is printed.
     """
+    _print_any_name()
     try:
         code = main(list(argv))
     except SystemExit as stop:
@@ -251,6 +263,9 @@ def _explained(error: Exception) -> int:
     if isinstance(error, MupaxFailure):
         _complain(f"error: {error}")
         return 1
+    if isinstance(error, RecursionError):
+        _complain("error: a file or a word of the command line is nested too deep; write it with fewer levels")
+        return 2
     if described := exhausted(error):
         _complain(f"error: {described}; {_LESS_MEMORY}")
         return 1

@@ -78,3 +78,19 @@ def test_nothing_there_is_no_fault(tmp_path: Path) -> None:
     assert disk.status(tmp_path / "a") is None
     assert disk.names(tmp_path / "a") == []
     assert disk.names(tmp_path) == []
+
+
+def test_json_is_refused_that_is_nested_deeper_than_functions_go(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    file.write_text('{"a": ' + "[" * (disk.DEEPEST - 1) + "]" * (disk.DEEPEST - 1) + "}")
+    assert read_json(file)
+    file.write_text('{"a": ' + "[" * disk.DEEPEST + "]" * disk.DEEPEST + "}")
+    with pytest.raises(JsonError, match="deeper"):
+        read_json(file)
+
+
+@pytest.mark.parametrize("name", ["n" * 255, "\u00e9" * 127, os.fsdecode(b"\xff" * 255)], ids=["n", "e", "bytes"])
+def test_a_file_with_the_longest_name_is_written(name: str, tmp_path: Path) -> None:
+    disk.write_whole(tmp_path / name, "content")
+    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / name).read_text() == "content"

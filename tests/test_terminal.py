@@ -262,3 +262,16 @@ def test_a_stream_lasts_whatever_becomes_of_it(capsys: pytest.CaptureFixture[str
     out, err = capsys.readouterr()
     assert out == ""
     assert err == "standard output takes nothing any more (I/O operation on closed file); the run goes on without it\n"
+
+
+def test_a_name_that_the_output_cannot_encode_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", errors="strict"))
+
+    @terminal.entry_point
+    def main(argv: list[str]) -> int:
+        print(argv[0])
+        return 0
+
+    assert main([os.fsdecode("caf\u00e9".encode() + b"\xff")]) == 0
+    assert written.getvalue() == b"caf\\xe9\\udcff\n"

@@ -160,6 +160,14 @@ def left(workdir: Path | str, steps: int) -> dict[str, Any]:
     return {"rows": rows, "arrays": verified(workdir / "checkpoints" / str(steps)).arrays}
 
 
+def left_arrays(workdir: Path | str, step: int) -> dict[str, Any]:
+    """Return the digests of every shard of a workdir's verified checkpoint."""
+    from mupax.paths import path_of
+    from mupax.train.checkpoints.folder import verified
+
+    return verified(path_of(workdir) / "checkpoints" / str(step)).arrays
+
+
 def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     """In words; none where two runs are bitwise equal."""
     lines = (
@@ -206,6 +214,12 @@ def scratch(folder: Path | None) -> Iterator[Path]:
 @contextlib.contextmanager
 def prepared(folder: Path) -> Iterator[None]:
     """Everything imported that a run imports, and nothing started: what the runs are forked from."""
+    enter_prepared(folder)
+    yield
+
+
+def enter_prepared(folder: Path) -> None:
+    """Import everything that a run imports, start nothing, and write the decoder's text into a folder."""
     defaults = {"MUPAX_DATA": str(folder / "data"), "JAX_COMPILATION_CACHE_DIR": str(folder / "jax"), "XLA_FLAGS": ""}
     os.environ |= defaults | os.environ
     os.environ |= {
@@ -221,7 +235,6 @@ def prepared(folder: Path) -> Iterator[None]:
     if threading.active_count() > 1:
         raise SystemExit("an import has started a thread; a fork would lose it")
     write_text(folder)
-    yield
 
 
 def as_json(runs: Sequence[dict[str, Any]], command: str) -> str:

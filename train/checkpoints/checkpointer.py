@@ -7,6 +7,7 @@ before one that was better so far goes. What is found damaged is moved to set-as
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
+from mupax.paths import plainly_named
 from mupax.train.checkpoints import failures, folder, manifest, together
 from mupax.train.checkpoints.layout import renames_folders
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
@@ -27,6 +29,24 @@ _PATIENCE_S = 30.0
 """How long training waits for the save before at the next one. A disk that takes longer must not stop it."""
 _ORBAX = threading.Lock()
 """Held while orbax saves or loads: it numbers its operations per process, and two at a time wait for each other's signals."""
+
+
+class NamedSave:
+    """A save that orbax has begun, and the name that it writes under, which stays good until orbax has ended.
+
+    Args:
+        response: of orbax.
+        naming: entered `plainly_named`.
+    """
+
+    def __init__(self, response: Any, naming: contextlib.ExitStack) -> None:
+        self._response = response
+        self._naming = naming
+
+    def result(self) -> None:
+        """Wait until orbax has ended, and raise what it failed of."""
+        with self._naming:
+            self._response.result()
 
 
 class Checkpoints(RankedFolder):
@@ -88,12 +108,15 @@ class Checkpoints(RankedFolder):
         arrays, checkpoint = state.arrays(), self.layout.written_at(step)
         named = manifest.by_name(arrays)
         _ORBAX.acquire()  # until `_finish` has the result
+        naming = contextlib.ExitStack()
         try:
             shards = manifest.host_shards(named)
             if self._processes.leader:
                 self.layout.begin(step)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            plain_name = naming.enter_context(plainly_named(checkpoint))
             with self.layout.context():
-                response = ocp.save_async(str(checkpoint), arrays)
+                response = NamedSave(ocp.save_async(plain_name, arrays), naming)
         except (OSError, ValueError, RuntimeError) as error:
             shards, response = [], error
             self._processes.end_all(failures.reason(error, self.folder))  # others may wait for this one inside orbax
@@ -198,7 +221,7 @@ class Checkpoints(RankedFolder):
         self,
         step: int,
         checkpoint: Path,
-        response: Any,
+        response: NamedSave | Exception,
         named: dict[str, Any],
         shards: list[manifest.Shard],
         facts: dict[str, Any],

@@ -188,7 +188,7 @@ def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the empty one at the end, or one that a kill has torn
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             continue

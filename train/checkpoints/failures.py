@@ -13,7 +13,7 @@ from typing import Any
 
 from mupax import disk
 from mupax.errors import MupaxFailure
-from mupax.paths import url
+from mupax.paths import plainly_named, remove_tree, storage_url, without_stand_ins
 from mupax.train.checkpoints import manifest
 
 _STATE = "state"  # folder of the arrays inside a checkpoint
@@ -46,11 +46,25 @@ def loaded(checkpoint: Path, abstract: Any) -> Any:
     from orbax.checkpoint import v1 as ocp
 
     try:
-        return ocp.load(str(checkpoint), abstract)
+        with plainly_named(checkpoint) as name:
+            return ocp.load(name, abstract)
     except Exception as error:
         if not isinstance(error, ValueError | OSError) and type(error) is not Exception:  # which is what orbax raises
             raise
-        raise disk.system_error(error) or OSError(errno.EIO, str(error).splitlines()[0][:200]) from error
+        text = without_stand_ins(str(error)).splitlines()[0][:200]
+        raise disk.system_error(error) or OSError(errno.EIO, text) from error
+
+
+def metadata(checkpoint: Path) -> Any:
+    """Return the arrays of a checkpoint without their values: a tree of shapes and types, by orbax.
+
+    Args:
+        checkpoint: its folder.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    with plainly_named(checkpoint) as name:
+        return ocp.metadata(name).metadata
 
 
 def reason(error: Exception, folder: Path) -> str:
@@ -64,7 +78,7 @@ def reason(error: Exception, folder: Path) -> str:
     text = f"{type(error).__name__}: {error}"
     if cause is not None or isinstance(error, MupaxFailure):
         text = str(cause.strerror if cause else error)
-    return text.replace(f"{folder}/", "").splitlines()[0][:300]
+    return without_stand_ins(text).replace(f"{folder}/", "").splitlines()[0][:300]
 
 
 def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
@@ -77,9 +91,14 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[s
     Raises:
         DiskError: the disk cannot read them.
     """
+    with plainly_named(folder) as name:
+        return _damaged_arrays(folder, storage_url(f"{name}/{_STATE}/"), arrays)
+
+
+def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Do what `damaged_arrays` does, by the URL of the arrays."""
     import tensorstore as ts
 
-    base = f"{url(folder)}/{_STATE}/"
     patience = disk.Patience()
 
     def same(name: str, entry: Mapping[str, Any], context: Any) -> bool:
@@ -101,3 +120,33 @@ def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[s
         good = manifest.in_threads(lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong)
         wrong = [name for name, ok in zip(wrong, good, strict=True) if not ok]
     return wrong
+
+
+def check_storage(folder: Path, name: str) -> None:
+    """Write an array into a folder and read it back, by the libraries that save checkpoints there.
+
+    Args:
+        folder: exists.
+        name: of what is written in it, and deleted again.
+
+    Raises:
+        OSError: something else is read than was written, or nothing is where it should be.
+        Exception: whatever tensorstore raises.
+    """
+    import numpy as np
+    import tensorstore as ts
+
+    probe = folder / name
+    remove_tree(probe)
+    try:
+        with plainly_named(probe) as named:
+            kvstore = {"driver": "ocdbt", "base": storage_url(f"{named}/"), "path": "array/"}
+            spec = {"driver": "zarr3", "kvstore": kvstore}
+            content = np.arange(8, dtype=np.uint8)
+            array = ts.open({**spec, "metadata": {"shape": [8], "data_type": "uint8"}}, create=True).result()
+            array.write(content).result()
+            again = ts.open(spec, open=True, context=ts.Context()).result().read().result()
+        if not np.array_equal(again, content) or "manifest.ocdbt" not in disk.names(probe):
+            raise OSError(errno.EIO, "what was written is not what is read")
+    finally:
+        remove_tree(probe)

@@ -20,7 +20,7 @@ from typing import Any
 
 from mupax import terminal
 from mupax.errors import MupaxError
-from mupax.paths import is_remote
+from mupax.paths import is_remote, plainly_named, storage_url
 from mupax.train.checkpoints.folder import WorkdirError
 
 BEAT_S = 10.0
@@ -51,7 +51,10 @@ class Owned:
         self, folder: Path, name: str, lost: Callable[[str], None], note: Callable[[str], None] = _say
     ) -> None:
         self._folder, self._name, self._lost, self._note = folder, name, lost, note
-        self._store, self._token = _store(folder), secrets.token_hex(8)
+        self._naming = contextlib.ExitStack()
+        named = self._naming.enter_context(plainly_named(folder / name))
+        self._store = _store(named.removesuffix(name), is_remote(folder))
+        self._token = secrets.token_hex(8)
         entry = self._free()
         self._generation = self._write(entry.stamp.generation)
         if not is_remote(folder):
@@ -117,6 +120,7 @@ class Owned:
             entry = self._store.read(self._name).result(timeout=BEAT_S)
             if entry.state == "value" and _owner(entry.value)["token"] == self._token:
                 self._store.write(self._name, None, if_equal=entry.stamp.generation).result(timeout=BEAT_S)
+        self._naming.close()
 
 
 def end_at_once(text: str) -> None:
@@ -148,12 +152,13 @@ def held(folder: Path, name: str, lost: Callable[[str], None] = end_at_once) -> 
         yield
 
 
-def _store(folder: Path) -> Any:
+def _store(folder: str, remote: bool) -> Any:
+    """Open a folder, plainly named, for objects that are written if they have not changed."""
     import tensorstore as ts
 
-    if is_remote(folder):
-        return ts.KvStore.open(f"{folder}/").result()
-    spec = {"driver": "file", "path": f"{folder.absolute()}/", "file_io_locking": {"mode": "none"}}
+    if remote:
+        return ts.KvStore.open(storage_url(folder)).result()
+    spec = {"driver": "file", "path": folder, "file_io_locking": {"mode": "none"}}
     return ts.KvStore.open(spec).result()
 
 

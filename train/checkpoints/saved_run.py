@@ -76,7 +76,7 @@ class Trained(NamedTuple):
         fit.check_arrays(target, f"the parameters of {self.workdir}", "Take a machine with more memory")
         checkpoint = self.verified()
         patience = disk.Patience()
-        stored: Any = patience(lambda: ocp.metadata(str(checkpoint)), checkpoint).metadata
+        stored: Any = patience(lambda: failures.metadata(checkpoint), checkpoint)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
         if shapes != {name: leaf.shape for name, leaf in target.items()}:
             raise WorkdirError(f"checkpoint {self.step} of {self.workdir} holds another model than {RECORD} says")

@@ -18,6 +18,7 @@ from typing import Any
 
 from mupax import __version__, disk, terminal
 from mupax.paths import is_remote, path_of, remove_tree
+from mupax.train.checkpoints import failures
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
 from mupax.train.config import plugins
@@ -29,7 +30,8 @@ from mupax.train.parallel.processes import Processes
 
 RECORD = "config.json"
 _SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL = ".shared", ".lock", ".owner", ".writable", f".{RECORD}.partial"
-_FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL, *PROBES, "attempts*.jsonl")
+_STORAGE = ".storage"
+_FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _STORAGE, _PARTIAL, *PROBES, "attempts*.jsonl")
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 _BEFORE_STEPS = (RECORD, "metrics.jsonl", "tensorboard", "assets", CHECKPOINTS)
 """Everything else that a run writes before its first step is done."""
@@ -108,6 +110,7 @@ def _claim(config: Config) -> tuple[str, bool]:
         raise WorkdirError(
             f"cannot write into the workdir {_shown(path)}: {error.strerror}; give --workdir another folder"
         ) from error
+    _check_storage(path)
     if without := lacks(path, path / _LOCK):
         terminal.note(f"caution: {_shown(path)} does without {' and without '.join(without)}")
     if occupied:
@@ -116,6 +119,17 @@ def _claim(config: Config) -> tuple[str, bool]:
             terminal.note(f"caution: {before[1]}; written again as the newest checkpoint has it")
             disk.write_whole(path / RECORD, json.dumps(before[0], indent=2) + "\n")
     return str(path), occupied
+
+
+def _check_storage(path: Path) -> None:
+    """Raise WorkdirError where the libraries that save checkpoints cannot write into a folder, or read what they wrote."""
+    try:
+        failures.check_storage(path, _STORAGE)
+    except Exception as error:  # whatever tensorstore makes of a disk or a network
+        raise WorkdirError(
+            f"checkpoints cannot be saved in the workdir {_shown(path)}: {failures.reason(error, path)}; "
+            "give --workdir another folder"
+        ) from error
 
 
 def _unstarted(path: Path) -> bool:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.paths import lasting_name
 from mupax.train.data import DataError
 from mupax.train.data.show import Show
 from mupax.train.data.tokenizer_command import TrainTokenizer
@@ -105,7 +106,7 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
         import tensorflow_datasets.text.c4  # registers it: TFDS does not by itself
     try:
         full: Any = published.CONFIGS.get(name, name)
-        builder = tfds.builder(full, data_dir=base, file_format="array_record", try_gcs=False)
+        builder = tfds.builder(full, data_dir=lasting_name(base), file_format="array_record", try_gcs=False)
         _reach(builder, base)
         builder.download_and_prepare(file_format="array_record")
     except (Exception, SystemExit) as error:  # whatever a data set's own code, network or licence raises
@@ -113,7 +114,7 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
         print(f"error: TFDS could not prepare {name}: {type(error).__name__}", *lines, sep="\n  ", file=sys.stderr)
         terminal.note(_advice(error))
         return 1
-    terminal.say(f"{name} is prepared in {builder.data_path}")
+    terminal.say(f"{name} is prepared in {base / builder.data_path.relative_to(builder.data_dir)}")
     return 0
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
 from mupax.train.checkpoints import assets, failures, workdir
@@ -35,9 +34,9 @@ def whole_state(folder: Path, program: Program) -> TrainState:
     Raises:
         WeightsError: the checkpoint holds another state than the config says.
     """
-    abstract, path = program.abstract.arrays(), str(folder.absolute())
+    abstract = program.abstract.arrays()
     fit.check_arrays(abstract, f"parameters and optimizer state of {folder}", "Take a machine with more memory")
-    stored: Any = ocp.metadata(path).metadata
+    stored = failures.metadata(folder.absolute())
     if [leaf.shape for leaf in jax.tree.leaves(stored)] != [leaf.shape for leaf in jax.tree.leaves(abstract)]:
         raise WeightsError(f"{folder}: the checkpoint holds another state than {workdir.RECORD} says")
     return TrainState(**disk.Patience()(lambda: failures.loaded(folder.absolute(), abstract), folder))

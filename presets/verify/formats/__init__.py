@@ -77,8 +77,12 @@ def _yaml(path: Path) -> Any:
         return yaml.safe_load(path.read_text())
     except OSError as error:
         raise PresetError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise PresetError(f"{path} is no YAML: {error}") from None
     except yaml.YAMLError as error:
         raise PresetError(f"{path} is no YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise PresetError(f"{path} is no YAML of a model: nested too deep") from None
 
 
 class _Written(Reading):

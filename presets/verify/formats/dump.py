@@ -136,6 +136,8 @@ def read_json(path: Path) -> Any:
         raise PresetError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PresetError(f"{path} is no JSON: {error}") from None
+    except RecursionError:
+        raise PresetError(f"{path} is no JSON of parameters: nested too deep") from None
 
 
 def _check_keys(where: str, entry: Any, allowed: tuple[str, ...]) -> None:

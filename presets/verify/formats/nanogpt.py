@@ -45,9 +45,15 @@ def _values(words: str | Sequence[str], source: str) -> dict[str, Any]:
         pairs = (word[2:].partition("=") for word in words if word.startswith("--"))
         return {name: value for name, equals, value in pairs if equals}
     try:
-        tree = ast.parse(words)
+        return _assigned(ast.parse(words))
     except SyntaxError as error:
         raise PresetError(f"{source} is no Python: {error.msg} in line {error.lineno}") from None
+    except (RecursionError, MemoryError):  # the parser's stack, not the machine's memory
+        raise PresetError(f"{source} is no Python of a config: nested too deep") from None
+
+
+def _assigned(tree: ast.Module) -> dict[str, Any]:
+    """Return what a module assigns to its names: values, or the text of what it computes."""
     values = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

@@ -16,6 +16,9 @@ from tests.presets.verify.dumps import CONFIGS
 
 pytestmark = pytest.mark.core
 
+DEEP = "[" * 3000 + "]" * 3000
+"""A value that is nested deeper than Python's functions go."""
+
 
 def read(*names: str) -> list[Dump]:
     return formats.read([CONFIGS / name for name in names])
@@ -181,6 +184,10 @@ def test_base_shapes_are_the_base_of_a_dump(tmp_path: Path):
         ("a.sh", "python anything.py", "is of no format known"),
         ("a.yaml", "a: 1", "is no config of Cerebras (model: hidden_size) or OLMo (model: d_model)"),
         ("a.yaml", "a: [", "is no YAML"),
+        ("a.yaml", f"a: {DEEP}", "is no YAML"),
+        ("a.json", f'{{"a": {DEEP}}}', "is no JSON"),
+        ("a.py", f"n_embd = {DEEP}", "is no Python"),
+        ("a.py", "n_embd = " + "-" * 3000 + "1", "is no Python"),
         ("a.json", "{", "is no JSON"),
         ("a.json", "[]", "write an object"),
         ("a.json", '{"x": {"shap": [2]}}', "has no 'shap'; did you mean 'shape'?"),

@@ -72,6 +72,12 @@ def test_a_bucket_needs_a_package_and_a_name(capsys: Capture, monkeypatch: pytes
     assert "the path: gs:// is no gs://bucket/folder" in refused(capsys, "eval", "gs://")
 
 
+@pytest.mark.parametrize("name", ["[a]", "*", "a?b", "a#b"])
+def test_a_bucket_has_no_place_that_reads_as_a_pattern(name: str, capsys: Capture, started: list[Config]) -> None:
+    assert f"--workdir: gs://b/{name} has " in refused(capsys, "lm-tiny", "--workdir", f"gs://b/{name}")
+    assert not started
+
+
 def test_an_address_is_no_cache_of_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUPAX_DATA", "gs://bucket/data")
     with pytest.raises(ConfigError, match="MUPAX_DATA is gs://bucket/data"):

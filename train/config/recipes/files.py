@@ -92,6 +92,8 @@ def _read(path: str) -> dict[str, Any]:
     try:
         text = path_of(path).read_bytes().decode("utf-8-sig")  # Windows' editors begin a file with a byte order mark
         content = json.loads(text) if path.lower().endswith(".json") else yaml.load(text, Loader)
+    except RecursionError:
+        raise ConfigError(f"{path} cannot be read: nested too deep") from None
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; `--print-config > {shlex.quote(path)}` writes one") from None
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:

@@ -162,6 +162,8 @@ class Template:
             return _environment(self.dated).from_string(self.source)
         except jinja2.TemplateError as error:
             raise DataError(f"{self.name} is no chat template of jinja2: {error}") from error
+        except RecursionError as error:
+            raise DataError(f"{self.name} is no chat template that can be read: nested too deep") from error
 
 
 def find(tokenizer: str, file: str | None = None, *, dated: bool = False) -> Template | None:

@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
+from mupax.paths import lasting_name
 from mupax.train.data import cache
 
 
@@ -131,9 +132,13 @@ def embedded(
     base = cache.data_sets(data_dir)
     builder_config = tfds.core.BuilderConfig(name=config) if config else None
 
+    if not base.is_dir():
+        cache.folder(base)
+    named = lasting_name(base)  # TFDS takes brackets for a pattern, and array_record only UTF-8
+
     def opened() -> tuple[Any, bool]:
         with quiet(), cache.whole(base / kind.name, kind.name):
-            builder = kind(data_dir=base, file_format="array_record", config=builder_config, **arguments)
+            builder = kind(data_dir=named, file_format="array_record", config=builder_config, **arguments)
             return builder, builder.is_prepared()
 
     builder, ready = opened()
@@ -141,7 +146,7 @@ def embedded(
         with cache.lock(base, kind.__name__, note):
             builder, ready = opened()  # another process may have prepared it while this one waited
             if not ready:
-                note(f"preparing {builder.name} in {builder.data_path}")
+                note(f"preparing {builder.name} in {base / builder.data_path.relative_to(named)}")
                 with quiet():
                     builder.download_and_prepare(file_format="array_record")
     return builder

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grain
 import numpy as np
 
-from mupax.paths import is_remote, path_of
+from mupax.paths import is_remote, lasting_name, path_of
 from mupax.train.config.data import SOURCES, ImageSizes
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError
@@ -118,7 +118,7 @@ def text_documents(data_set: DataSet, config: DataConfig) -> tuple[str, Callable
         from mupax.train.data.records import builders
 
         with cache.whole(data_set.folder, config.name):
-            builder = tfds.builder_from_directory(data_set.folder)
+            builder = tfds.builder_from_directory(lasting_name(data_set.folder))
             feature = _feature(builder, data_set, (tfds.features.Text,), "text")
         return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
@@ -132,7 +132,7 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     from mupax.train.data.records import builders
 
     with cache.whole(data_set.folder, config.name):
-        builder = tfds.builder_from_directory(data_set.folder)
+        builder = tfds.builder_from_directory(lasting_name(data_set.folder))
         image = _feature(builder, data_set, (tfds.features.Image, tfds.features.Tensor), "image")
         label = _feature(builder, data_set, (tfds.features.ClassLabel,), "label")
         features: Any = builder.info.features
@@ -188,7 +188,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         return None
     import tensorflow_datasets as tfds
 
-    features: Any = tfds.builder_from_directory(data_set.folder).info.features
+    features: Any = tfds.builder_from_directory(lasting_name(data_set.folder)).info.features
     kinds = (tfds.features.Image, tfds.features.Tensor)
     pictures: list[Any] = [
         feature for feature in features.values() if type(feature) in kinds and len(feature.shape) == 3

@@ -202,5 +202,5 @@ def _read(value: str) -> Any:
     """A value as JSON has it; a bare word is a text."""
     try:
         return json.loads({"None": "null", "True": "true", "False": "false"}.get(value, value))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return value

@@ -162,7 +162,7 @@ def exported(
     row = evidence.evaluation(path, source.preset["step"]) if source.run else None
     has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
     content = card.card(source, name, licence, row, tokenizer=has_tokenizer, chats=text.template is not None)
-    (out / card.FILE).write_text(content, encoding="utf-8")
+    (out / card.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
     if licence is None:
         notes.append("the model card states no licence; --licence ID (apache-2.0, mit, ...) does")
     if source.images and isinstance(source.model, ImageModel):
@@ -317,7 +317,7 @@ def _token(file: Path, number: int) -> str | None:
     from tokenizers import Tokenizer as Library
 
     try:
-        return Library.from_file(str(file)).id_to_token(number)
+        return Library.from_buffer(file.read_bytes()).id_to_token(number)
     except Exception:  # the library raises bare Exception; whoever opens the file says what is wrong
         return None
 

@@ -39,7 +39,7 @@ def evaluation(path: Path, step: int) -> dict[str, Any]:
     for line in lines:
         try:
             fields = json.loads(line) if b'"eval_loss"' in line else None
-        except ValueError:  # cut off by a kill
+        except (ValueError, RecursionError):  # cut off by a kill, or no row of ours
             continue
         if isinstance(fields, dict) and fields.get("step") == step:
             row = fields  # the last: of a run that went back

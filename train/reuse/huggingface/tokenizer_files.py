@@ -281,7 +281,7 @@ def _end_of_answers(file: Path | None, encoder: Tokenizer, template: Template) -
     if file is not None:
         from tokenizers import Tokenizer as Library
 
-        added = Library.from_file(str(file)).get_added_tokens_decoder()
+        added = Library.from_buffer(file.read_bytes()).get_added_tokens_decoder()
         special = {number for number, token in added.items() if token.special}
     first = next((number for number in ids if number in special), None)
     return ids[0] if first is None and len(ids) == 1 else first

@@ -111,7 +111,7 @@ def ended_since(config: Config, began: float) -> int:
     count = 0
     with _cautions():
         for path in _folder(config).glob("attempts*.jsonl"):
-            with contextlib.suppress(ValueError, KeyError, IndexError, TypeError):  # half a row
+            with contextlib.suppress(ValueError, RecursionError, KeyError, IndexError, TypeError):  # half a row
                 count += json.loads(path.read_text().splitlines()[-1])["ended"] >= _time(began)
     return count
 

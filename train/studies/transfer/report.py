@@ -202,7 +202,8 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
     body += ["<h2>How it was made</h2>", f"<pre>{html.escape(about['command'])}</pre>", _html_table(facts.items())]
     head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
     page = folder / "transfer.html"
-    page.write_text(f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n")
+    text = f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+    page.write_text(text, encoding="utf-8", errors="backslashreplace")  # a path in the command may be any bytes
     return page
 
 

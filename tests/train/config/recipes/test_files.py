@@ -17,6 +17,9 @@ pytestmark = pytest.mark.core
 
 FLAGS = "--steps 7 --model.width 64 --optimizer.peak-lr 3e-4 --preset.constants gamma0=0.5 --workdir runs/x"
 
+DEEP = "[" * 3000 + "]" * 3000
+"""A value that is nested deeper than Python's functions go."""
+
 
 def parsed(path: Path | str, *words: str) -> dict[str, object]:
     return to_json(cli.parse(str(path), cli.recipe(str(path)), words).config)
@@ -204,6 +207,8 @@ def test_a_wrong_mixture_names_the_file_and_the_key(
         ("a.yaml", "recipe: lm-tyni\n", "a.yaml: no recipe is named 'lm-tyni'; the recipes are "),
         ("a.yaml", "steps: [1\n", "a.yaml cannot be read: while parsing a flow sequence"),
         ("a.json", "{", "a.json cannot be read: Expecting property name"),
+        ("a.yaml", f"steps: {DEEP}\n", "a.yaml cannot be read: nested too deep"),
+        ("a.json", f'{{"steps": {DEEP}}}', "a.json cannot be read: nested too deep"),
         ("a.json", "[1]", "a.json holds no named fields; write them as `--print-config` does"),
         ("a.yaml", "recipe: lm-tiny\nsteps: 0\n", "a.yaml: steps is 0"),
         ("a.txt", "steps: 1\n", "a.txt: write a file that ends in .json, .yaml, .yml"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def load(seed: int = 0, **fields) -> digits.DigitData:
     dataset = data.load(config, MODEL, seed=seed, note=lambda line: None)
     assert isinstance(dataset, digits.DigitData)
     return dataset
+
+
+def test_a_folder_of_data_sets_has_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"[a]*%#?\\" + b"\xff")
+    notes: list[str] = []
+    config = DataConfig(name="digits", batch_size=12, data_dir=str(folder))
+    for _ in range(2):
+        dataset = data.load(config, MODEL, seed=0, note=notes.append)
+    assert len([note for note in notes if note.startswith("preparing")]) == 1
+    assert np.array_equal(pixels_of(dataset.train), pixels_of(load().train))
+    assert os.listdir(tmp_path) == [folder.name]
 
 
 def pixels_of(source: images.Images) -> np.ndarray:

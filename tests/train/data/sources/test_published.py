@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -82,6 +83,8 @@ def sentences(first: int, last: int) -> list[dict]:
     return [{"text": f"sentence number {i}"} for i in range(first, last)]
 
 
+ODD = os.fsdecode(b"[a]*%#?\\" + b"\xff")
+"""Name of a folder that libraries take for a pattern, and that is not UTF-8."""
 TEXT = {"text": tfds.features.Text()}
 
 
@@ -93,6 +96,9 @@ def test_prepared_text_by_name(tmp_path: Path) -> None:
     assert bytes(dataset._eval).decode() == "".join(s["text"] + "\0" for s in sentences(20, 25))
     assert dataset.facts["version"] == "1.2.3"
     assert load("tiny:1.2.3", tmp_path, SHORT).facts["digest"] == dataset.facts["digest"]
+    odd = tmp_path / ODD
+    shutil.copytree(tmp_path / "tiny", odd / "tiny")
+    assert load("tiny", odd, SHORT).facts["digest"] == dataset.facts["digest"]
     config = DataConfig(name="tiny", batch_size=6, data_dir=str(tmp_path))
     noised = denoising.denoising(config, Infilling(), inputs=9, seed=0)
     np.testing.assert_array_equal(noised.eval_batch(0)["targets"][:, 1:-1], dataset.eval_batch(0)["inputs"])
