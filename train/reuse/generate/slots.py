@@ -81,7 +81,9 @@ class _Rows(NamedTuple):
     token_B: Any
     """Newest token, which is not in the cache yet."""
     context_B: Any
+    """Tokens in the cache. The step writes the next place of every slot, also of one whose text stands still."""
     active_B: Any
+    """Whether the text goes on."""
     number_B: Any
     """Number of tokens written."""
     row_B: Any
@@ -266,7 +268,10 @@ class Slots:
 
     def _rows(self, writing: list[Text]) -> _Rows:
         """Return the numbers of all slots, of which only those of some texts go on."""
-        return _rows_of([text if text in writing else None for text in self.texts])
+        rows = _rows_of(self.texts)
+        for index, text in enumerate(self.texts):
+            rows.active_B[index] = text in writing
+        return rows
 
     def _empty(self, count: int) -> tuple[Cache, ...]:
         return (caches.empty(self._generator.model, count),) * len(self._generator.weights)
