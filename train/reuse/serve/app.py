@@ -22,6 +22,7 @@ from mupax.train.reuse.serve.addresses import is_local
 from mupax.train.reuse.serve.bodies import Bodies, ClientLeft
 from mupax.train.reuse.serve.fields import ApiError
 from mupax.train.reuse.serve.logs import one_line
+from mupax.train.reuse.serve.protocol import LARGEST_HEAD
 from mupax.train.reuse.serve.service import RETRY_S, Answer, Service, usage
 
 _POLICY = "; ".join(
@@ -105,6 +106,8 @@ class App:
     def _check(self, scope: Any) -> None:
         """Refuse a request by its headers alone."""
         names = [name for name, _ in scope["headers"]]
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > LARGEST_HEAD:
+            raise ApiError(431, f"the head of the request has more than {LARGEST_HEAD} bytes")
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
             # A proxy that goes by the other header would see another request in this body.
             raise ApiError(400, "Transfer-Encoding is no header of a request with Content-Length or of HTTP/1.0")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from mupax.train.reuse.serve.fields import ApiError
+from mupax.train.reuse.serve.protocol import LINGER_S
 
 LARGEST = 1 << 24
 """Bytes of one body."""
@@ -18,8 +19,6 @@ BODY_S = 60.0
 """How long a body may take to come."""
 _BIG = 1 << 20
 """Bytes of a body that is parsed alone: what Python makes of JSON can take twenty times its size."""
-_LINGER_S = 2.0
-"""How long the rest of a refused body is read and thrown away, so that its client sees the answer."""
 
 
 class ClientLeft(Exception):
@@ -101,7 +100,7 @@ def _check_headers(headers: dict[bytes, bytes]) -> None:
 async def discard(receive: Any) -> None:
     """Read the rest of a body and throw it away, for a short time."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_LINGER_S):
+        async with asyncio.timeout(LINGER_S):
             message = await receive()
             while message["type"] == "http.request" and message.get("more_body", False):
                 message = await receive()

@@ -15,6 +15,8 @@ HEAD_S = 15.0
 """How long the head of a request may take."""
 WRITE_S = 60.0
 """How long a client may read nothing of what is sent to it."""
+LINGER_S = 2.0
+"""How long what comes after a refusal is read and thrown away."""
 LARGEST_HEAD = 1 << 15
 """Bytes of the head of a request."""
 
@@ -27,6 +29,9 @@ class LimitedProtocol(H11Protocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    """Bytes of a head that is not complete."""
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -38,8 +43,13 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self.conn.their_state is h11.IDLE:
+            self._head_bytes += len(data)
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
+            self._head_bytes = 0
             self._head_timer = _cancelled(self._head_timer)
         elif self._head_timer is None and not self.transport.is_closing():
             # The head of another request has begun on this connection.
@@ -58,15 +68,21 @@ class LimitedProtocol(H11Protocol):
         if self.conn.our_state is not h11.IDLE:  # an answer has begun: nothing can be said any more
             self.transport.close()
             return
-        body = json.dumps(ApiError(400, "this is no request of HTTP/1.1, or its head is too long").body()).encode()
+        error = ApiError(400, "this is no request of HTTP/1.1")
+        if self._head_bytes > LARGEST_HEAD:
+            error = ApiError(431, f"the head of the request has more than {LARGEST_HEAD} bytes")
+        body = json.dumps(error.body()).encode()
         headers: list[tuple[bytes, Any]] = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             (b"connection", b"close"),
         ]
-        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+        for event in (h11.Response(status_code=error.status, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
+        # What still comes is thrown away for a moment: closed at once, its sender would see no answer.
+        self._is_refused = True
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _give_up(self) -> None:
         if not self.transport.is_closing():
