@@ -23,7 +23,7 @@ from mupax.zoo.layers.cache import Cache
 
 PRNG = "threefry2x32"
 """Generator of random numbers. Others, such as rbg, draw other numbers for a row of a batch than for the row alone."""
-LIVELY_S = 0.02
+LIVELY_S = 0.04
 """How long one call of the step may take, so that texts join and leave soon. One token is made however long it takes."""
 
 

@@ -128,7 +128,7 @@ class Worker:
 
     def __init__(self, generator: Generator, num_slots: int, max_waiting: int) -> None:
         self.slots = Slots(generator, num_slots)
-        self._generator = generator
+        self.generator = generator
         self._max_waiting = max_waiting
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
@@ -356,8 +356,8 @@ class Worker:
         try:
             if time.monotonic() > job.deadline:
                 raise WorkerError("the time of the request is over before its logprobs are made; ask for less", 503)
-            with self.slots.watched(("score", self._generator.padded(row[None, :-1]).shape)):
-                scores = self._generator.logprobs(row[None], job.top)
+            with self.slots.watched(("score", self.generator.padded(row[None, :-1]).shape)):
+                scores = self.generator.logprobs(row[None], job.top)
         except Exception as error:
             job.deliver(_for_client(error))
             return

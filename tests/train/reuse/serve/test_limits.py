@@ -277,7 +277,7 @@ def test_logprobs_without_memory_are_503_and_the_worker_lives_on(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(service_of(server).worker._generator, "logprobs", failing("Out of memory allocating 9 bytes"))
+        patch.setattr(service_of(server).worker.generator, "logprobs", failing("Out of memory allocating 9 bytes"))
         assert post(server, {**SHORT, "logprobs": 2})[0] == 503
     assert post(server, {**SHORT, "logprobs": 2})[0] == 200
 
@@ -314,7 +314,7 @@ def test_health_tells_a_stuck_and_a_dead_worker(server: Server, monkeypatch: pyt
     def die() -> None:
         raise SystemExit
 
-    dying = worker.Worker(service_of(server).worker._generator, 1, 1)
+    dying = worker.Worker(service_of(server).worker.generator, 1, 1)
     monkeypatch.setattr(dying, "_turn", die)
     monkeypatch.setattr(service_of(server), "worker", dying)
     assert health() == 200

@@ -243,7 +243,7 @@ def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
     prompt, length = "hello the", 18
     with serving(folder, str(file)) as server:
         assert server.service is not None
-        generator = server.service.worker._generator
+        generator = server.service.worker.generator
         prompt_ids = tokenizer.encode([prompt.encode()])[0]
         (parts,) = zip(*generator.stream(prompt_ids, length, sampling=Sampling(0.0)), strict=True)
         ids = [*prompt_ids.tolist(), *np.concatenate(parts).tolist()]
