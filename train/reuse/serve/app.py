@@ -106,7 +106,12 @@ class App:
     def _check(self, scope: Any) -> None:
         """Refuse a request by its headers alone."""
         names = [name for name, _ in scope["headers"]]
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > LARGEST_HEAD:
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise ApiError(505, "this server speaks HTTP/1.1")
+        size = len(scope["raw_path"]) + len(scope["query_string"])
+        # A line of the head has four bytes more than its name and value.
+        size += sum(len(name) + len(value) + 4 for name, value in scope["headers"])
+        if size > LARGEST_HEAD:
             raise ApiError(431, f"the head of the request has more than {LARGEST_HEAD} bytes")
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
             # A proxy that goes by the other header would see another request in this body.

@@ -65,7 +65,10 @@ class LimitedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or has a head that is too long."""
-        if self.conn.our_state is not h11.IDLE:  # an answer has begun: nothing can be said any more
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # who answers this request reads and writes no more
+            self.cycle.message_event.set()
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
             self.transport.close()
             return
         error = ApiError(400, "this is no request of HTTP/1.1")
