@@ -132,6 +132,12 @@ class Slots:
         return [text for text in self.texts if text is not None]
 
     @property
+    def bytes_per_text(self) -> int:
+        """Bytes of the cache of one text."""
+        shapes = jax.eval_shape(lambda: self._empty(1))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+    @property
     def compilations(self) -> int:
         """Number of programs compiled so far."""
         return len(self._compiled)
@@ -158,8 +164,9 @@ class Slots:
             text.slot = None
 
     def put_aside(self, text: Text) -> None:
-        """Empty the text's slot, and keep its cache so that it can join again later."""
-        text.saved = self._call("extract", self._extract, self._caches, np.int32(text.slot))
+        """Empty the text's slot, and keep its cache in the host's memory so that it can join again later."""
+        saved = self._call("extract", self._extract, self._caches, np.int32(text.slot))
+        text.saved = jax.tree.map(np.asarray, saved)
         self.leave(text)
 
     @property

@@ -25,6 +25,8 @@ from mupax.train.reuse.serve.logs import one_line
 
 TURN_S = 2.0
 """How long a text keeps its slot while another request waits for one."""
+ASIDE_BYTES = 1 << 30
+"""Memory for caches of texts that gave up their slot. There is always room for as many texts as there are slots."""
 STALL_S = 10.0
 """Time without progress after which the worker counts as stuck, in addition to three times its longest call."""
 _STOP_S = 3.0
@@ -130,6 +132,7 @@ class Worker:
         self.slots = Slots(generator, num_slots)
         self.generator = generator
         self._max_waiting = max_waiting
+        self._max_aside = max(num_slots, ASIDE_BYTES // self.slots.bytes_per_text)
         self._changed = threading.Condition()
         self._jobs: list[Job] = []
         self._score_jobs: collections.deque[ScoreJob] = collections.deque()
@@ -186,7 +189,10 @@ class Worker:
         error: BaseException | None = None
         try:
             while self._wait():
-                self._turn()
+                try:
+                    self._turn()
+                except Exception as failure:  # of the worker itself: requests fail, and it lives on
+                    self._fail_everything(failure)
         except BaseException as raised:
             error = raised
             terminal.note(f"error: the worker died: {one_line(repr(raised))}")
@@ -269,6 +275,13 @@ class Worker:
         for job in jobs:
             self._fail(job, error)
 
+    def _fail_everything(self, error: Exception) -> None:
+        """Answer all requests with an error, and start with empty slots."""
+        self.slots.reset()
+        for job in [*self._jobs]:
+            self._fail(job, error)
+        self._owners.clear()
+
     def _hand_over(self, part: Written) -> None:
         job, index = self._owners[part.text]
         if part.error is not None:
@@ -294,13 +307,16 @@ class Worker:
         """Return the job whose text gets the next slot."""
         with self._changed:
             jobs = [job for job in self._jobs if job.waiting and not job.is_cancelled]
-        if not self.slots.num_free and self._num_aside() >= len(self.slots.texts):
+        if not self.slots.num_free and self._num_aside() >= self._max_aside:
             # Caches of texts that were put aside take memory: no new text begins in exchange for another one of them.
             jobs = [job for job in jobs if job.waiting[0].saved is not None]
         return min(jobs, key=self._priority, default=None)
 
     def _num_aside(self) -> int:
-        return sum(text.saved is not None for text in self._owners)
+        count = 0
+        for job in [*self._jobs]:
+            count += sum(text.saved is not None for text in job.waiting)
+        return count
 
     def _priority(self, job: Job) -> tuple[int, int, int]:
         """Return what is compared between jobs: the least comes first."""
@@ -319,12 +335,14 @@ class Worker:
         if not over:
             return False
         text = max(over, key=lambda text: (*self._priority(self._owners[text][0])[:2], now - self._slot_began[text]))
-        owner, _ = self._owners[text]
         try:
             self.slots.put_aside(text)
         except Exception as error:
-            self._fail(owner, error)
-            return True
+            if not memory.exhausted(error):
+                raise
+            self._max_aside = self._num_aside()  # no memory for more of them
+            return False
+        owner, _ = self._owners[text]
         del self._slot_began[text]
         owner.waiting.append(text)
         owner.order = next(self._order)

@@ -257,14 +257,14 @@ def test_a_request_of_many_texts_leaves_slots_for_others(server: Server, monkeyp
 # A worker that fails
 
 
-def failing(message: str, until_call: int = 1) -> Any:
+def failing(message: str) -> Any:
     def program(*arguments: Any, **options: Any) -> Any:
         raise RuntimeError(message)
 
     return program
 
 
-@pytest.mark.parametrize("name", ["_read", "_draw", "_insert", "_step"])
+@pytest.mark.parametrize("name", ["_read", "_draw", "_insert", "_step", "join", "step", "_fill_slots"])
 @pytest.mark.parametrize(("message", "status"), [("RESOURCE_EXHAUSTED: no memory", 503), ("no such thing", 500)])
 def test_a_failure_answers_its_request_and_the_worker_lives_on(
     server: Server, monkeypatch: pytest.MonkeyPatch, name: str, message: str, status: int
@@ -272,7 +272,7 @@ def test_a_failure_answers_its_request_and_the_worker_lives_on(
     slots = service_of(server).worker.slots
     expected = post(server, SHORT)[1]["choices"]
     with monkeypatch.context() as patch:
-        patch.setattr(slots, name, failing(message))
+        patch.setattr(slots if hasattr(slots, name) else service_of(server).worker, name, failing(message))
         assert post(server, SHORT)[0] == status
     assert post(server, SHORT)[1]["choices"] == expected
 
