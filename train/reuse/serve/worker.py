@@ -280,7 +280,6 @@ class Worker:
         self.slots.reset()
         for job in [*self._jobs]:
             self._fail(job, error)
-        self._owners.clear()
 
     def _hand_over(self, part: Written) -> None:
         job, index = self._owners[part.text]
