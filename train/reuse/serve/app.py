@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from mupax import terminal
+from mupax import memory, terminal
 from mupax.train.reuse.serve import bodies, fields
 from mupax.train.reuse.serve.addresses import is_local
 from mupax.train.reuse.serve.bodies import Bodies, ClientLeft

@@ -6,10 +6,12 @@ then to the one that waits longest. Where others wait, a text gives up its slot 
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import dataclasses
 import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ ASIDE_BYTES = 1 << 30
 """Memory for caches of texts that gave up their slot. There is always room for as many texts as there are slots."""
 STALL_S = 10.0
 """Time without progress after which the worker counts as stuck, in addition to three times its longest call."""
-_STOP_S = 3.0
+_STOP_S = 1.0
 
 
 class BusyError(Exception):
@@ -179,11 +181,18 @@ class Worker:
             self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread after the call that it makes now."""
+        """End the thread after the call that it makes now. A call that compiles may take longer than this waits."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
         self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """End the process at once if the thread still runs: C++ would abort if Python were taken down under it."""
+        if self._thread.is_alive():
+            terminal.leave(128 + signal.SIGINT)
 
     def _run(self) -> None:
         error: BaseException | None = None
@@ -282,6 +291,8 @@ class Worker:
             self._fail(job, error)
 
     def _hand_over(self, part: Written) -> None:
+        if part.text not in self._owners:  # another text of its request has failed
+            return
         job, index = self._owners[part.text]
         if part.error is not None:
             self._fail(job, part.error)

@@ -87,7 +87,7 @@ def head(*lines: str) -> bytes:
     return "\r\n".join([*words, "", ""]).encode()
 
 
-def until(condition: Any, seconds: float = 10) -> None:
+def until(condition: Any, seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -208,9 +208,11 @@ def test_control_characters_do_not_reach_the_log() -> None:
 def test_clients_that_left_block_nobody(server: Server) -> None:
     slots = service_of(server).worker.slots
     with contextlib.ExitStack() as clients:
-        for _ in range(4):  # two in slots, two in the queue
+        for _ in range(2):
             clients.enter_context(asking(server, ENDLESS))
         until(lambda: len(slots.active) == 2)
+        for _ in range(2):  # in the queue
+            clients.enter_context(asking(server, ENDLESS))
         until(lambda: len(service_of(server).worker._jobs) == 4)
         clients.enter_context(asking(server, {**ENDLESS, "stream": True}))
     until(lambda: not slots.active and not service_of(server).worker._jobs)
