@@ -165,6 +165,7 @@ class Slots:
 
     def put_aside(self, text: Text) -> None:
         """Empty the text's slot, and keep its cache in the host's memory so that it can join again later."""
+        assert text.slot is not None
         saved = self._call("extract", self._extract, self._caches, np.int32(text.slot))
         text.saved = jax.tree.map(np.asarray, saved)
         self.leave(text)
@@ -355,7 +356,7 @@ def _folded(key: jax.Array, number: jax.Array, row: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(key, number), row)
 
 
-def _inserted(read: tuple[Cache, ...], one: tuple[Cache, ...], slot: jax.Array) -> tuple[Cache, ...]:
+def _inserted(read: tuple[Cache, ...], saved: tuple[Cache, ...], slot: jax.Array) -> tuple[Cache, ...]:
     """Replace the cache of one slot."""
 
     def replaced(all_LBKSN: jax.Array, one_L1KSN: jax.Array) -> jax.Array:
@@ -363,7 +364,7 @@ def _inserted(read: tuple[Cache, ...], one: tuple[Cache, ...], slot: jax.Array) 
 
     return tuple(
         Cache(replaced(into.keys, new.keys), replaced(into.values, new.values), into.length)
-        for into, new in zip(read, one, strict=True)
+        for into, new in zip(read, saved, strict=True)
     )
 
 

@@ -98,10 +98,10 @@ class App:
         except Exception as error:
             terminal.note(f"error: {one_line(scope['path'])[:80]}: {one_line(repr(error))[:300]}")
             if not has_begun:
-                failed = _json(
-                    ApiError(500, "the server failed; its log says how").body(), 500, {"Connection": "close"}
-                )
-                await failed(scope, receive, send)
+                failed = ApiError(500, "the server failed; its log says how")
+                if memory.exhausted(error):
+                    failed = ApiError(503, "the server ran out of memory; ask for less, or later", retry_s=RETRY_S)
+                await _ClosingRefusal(failed)(scope, receive, send)
 
     def _check(self, scope: Any) -> None:
         """Refuse a request by its headers alone."""
