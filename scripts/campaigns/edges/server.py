@@ -310,18 +310,18 @@ MESSAGES: dict[str, Any] = {
 
 def value_trials(server: Shared) -> list[Trial]:
     """Return trials of one field each that has a wrong or an extreme value."""
-    made = []
+    listed = []
     for codes, values in (((400, 404), VALUES), ((200,), RIGHT_VALUES)):
         for field, by_name in values.items():
             for name, value in by_name.items():
                 fields = {**ORDINARY, field: value}
                 shown = field.encode("unicode_escape").decode()
-                made.append(value_trial(server, f"{shown} {name}", fields, codes))
+                listed.append(value_trial(server, f"{shown} {name}", fields, codes))
     for name, messages in MESSAGES.items():
-        made.append(value_trial(server, f"messages {name}", {"messages": messages, "max_tokens": 4}, (400,), CHAT))
+        listed.append(value_trial(server, f"messages {name}", {"messages": messages, "max_tokens": 4}, (400,), CHAT))
     several = {**ORDINARY, "prompt": ["a", "b"], "seed": 2**63 - 1}
-    made.append(value_trial(server, "seed largest with two prompts", several, (400,)))
-    return made
+    listed.append(value_trial(server, "seed largest with two prompts", several, (400,)))
+    return listed
 
 
 def value_trial(server: Shared, name: str, fields: Any, codes: Sequence[int], path: str = COMPLETIONS) -> Trial:
@@ -364,10 +364,10 @@ BODIES: dict[str, tuple[bytes, int]] = {
 
 def body_trials(server: Shared) -> list[Trial]:
     """Return trials of whole bodies."""
-    made = []
+    listed = []
     for name, (body, status) in BODIES.items():
-        made.append(shared_trial(server, "bodies", name, functools.partial(body_outcome, body=body, status=status)))
-    return made
+        listed.append(shared_trial(server, "bodies", name, functools.partial(body_outcome, body=body, status=status)))
+    return listed
 
 
 def body_outcome(running: Running, body: bytes, status: int) -> Outcome:
@@ -442,12 +442,12 @@ RIGHT_HEADS: dict[str, bytes] = {
 
 def head_trials(server: Shared) -> list[Trial]:
     """Return trials of heads that are wrong, or that two readers may read in two ways."""
-    made = []
+    listed = []
     for name, (sent, codes) in HEADS.items():
-        made.append(shared_trial(server, "heads", name, functools.partial(head_outcome, sent=sent, codes=codes)))
+        listed.append(shared_trial(server, "heads", name, functools.partial(head_outcome, sent=sent, codes=codes)))
     for name, sent in RIGHT_HEADS.items():
-        made.append(shared_trial(server, "heads", name, functools.partial(right_head_outcome, sent=sent)))
-    return made
+        listed.append(shared_trial(server, "heads", name, functools.partial(right_head_outcome, sent=sent)))
+    return listed
 
 
 def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome:
@@ -496,14 +496,14 @@ PATHS: dict[str, tuple[str, str, int]] = {
 
 def path_trials(server: Shared) -> list[Trial]:
     """Return trials of paths and methods."""
-    made = []
+    listed = []
     for name, (method, path, status) in PATHS.items():
-        made.append(
+        listed.append(
             shared_trial(
                 server, "paths", name, functools.partial(path_outcome, method=method, path=path, status=status)
             )
         )
-    return made
+    return listed
 
 
 def path_outcome(running: Running, method: str, path: str, status: int) -> Outcome:
@@ -537,32 +537,34 @@ CROWDS = {"8 of the same": 8, "3 endless texts": 3, "clients that leave": 4}
 
 def text_trials(server: Shared, seed: int) -> list[Trial]:
     """Return trials in which a request gets the text that it gets alone, whatever others ask for at the time."""
-    made = []
+    listed = []
     for name, fields in KINDS.items():
         for crowd in CROWDS:
             run = functools.partial(text_outcome, fields=fields, crowd=crowd, seed=seed)
-            made.append(shared_trial(server, "texts", f"{name}, {crowd}", run))
-    return made
+            listed.append(shared_trial(server, "texts", f"{name}, {crowd}", run))
+    return listed
 
 
 def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int) -> Outcome:
     """Compare what a request gets alone with what it gets in a crowd."""
     path = CHAT if "messages" in fields else COMPLETIONS
-    asked = {**ORDINARY, "seed": seed + 11, **fields}
+    fields_sent = {**ORDINARY, "seed": seed + 11, **fields}
     if path == CHAT:
-        del asked["prompt"]
-    alone = texts_of(running.post(asked, path))
+        del fields_sent["prompt"]
+    alone = texts_of(running.post(fields_sent, path))
     count = CROWDS[crowd]
     with contextlib.ExitStack() as clients:
         if crowd == "8 of the same":
             with concurrent.futures.ThreadPoolExecutor(count) as pool:
-                together = [texts_of(answer) for answer in pool.map(lambda _: running.post(asked, path), range(count))]
+                together = [
+                    texts_of(answer) for answer in pool.map(lambda _: running.post(fields_sent, path), range(count))
+                ]
         else:
             for number in range(count):
                 clients.enter_context(running.asking({**ENDLESS, "seed": number, "top_p": 0.5 + 0.1 * number}))
             if crowd == "clients that leave":
                 clients.close()
-            together = [texts_of(running.post(asked, path))]
+            together = [texts_of(running.post(fields_sent, path))]
     if not alone or any(other != alone for other in together):
         return Outcome("silent", f"alone {alone!r:.80}, together {together!r:.120}")
     return Outcome("ok", f"{len(together)} texts as alone")
@@ -607,10 +609,10 @@ def leaving_trials(server: Shared) -> list[Trial]:
         "forty, most of them in the queue": lambda running: leave(running, long, wait_s=0.5, count=40),
         "a hundred at once": lambda running: leave(running, long, count=100),
     }
-    made = []
+    listed = []
     for name, run in moments.items():
-        made.append(shared_trial(server, "clients that leave", name, functools.partial(leaving_outcome, run=run)))
-    return made
+        listed.append(shared_trial(server, "clients that leave", name, functools.partial(leaving_outcome, run=run)))
+    return listed
 
 
 def leaving_outcome(running: Running, run: Callable[[Running], None]) -> Outcome:
@@ -682,21 +684,21 @@ def load_trials(server: Shared) -> list[Trial]:
         "200 requests on one connection": one_connection_outcome,
         "20 requests sent at once on one connection": pipelined_outcome,
     }
-    made = [shared_trial(server, "load", name, run) for name, run in runs.items()]
-    made.append(Trial(f"load: {REQUESTS} requests", "load", functools.partial(memory_outcome, server)))
-    return made
+    listed = [shared_trial(server, "load", name, run) for name, run in runs.items()]
+    listed.append(Trial(f"load: {REQUESTS} requests", "load", functools.partial(memory_outcome, server)))
+    return listed
 
 
 def clients_outcome(running: Running, count: int, fields: Any = None) -> Outcome:
     """Let clients ask at once. Each is answered: with the text, or with 503."""
-    asked = {**ORDINARY, **(fields or {})}
-    alone = running.post(asked)[1]["choices"]
+    fields_sent = {**ORDINARY, **(fields or {})}
+    alone = running.post(fields_sent)[1]["choices"]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
-        answers = list(pool.map(lambda _: running.post(asked), range(count)))
+        answers = list(pool.map(lambda _: running.post(fields_sent), range(count)))
     good = [answer for status, answer in answers if status == 200]
-    others = {status for status, _ in answers} - {200, 503}
-    if others or not good:
-        return Outcome("wrong", f"{len(good)} of {count} answered, others {others}")
+    unexpected = {status for status, _ in answers} - {200, 503}
+    if unexpected or not good:
+        return Outcome("wrong", f"{len(good)} of {count} answered, others {unexpected}")
     if any(answer["choices"] != alone for answer in good):
         return Outcome("silent", "a text differs from the one alone")
     return Outcome("ok", f"{len(good)} of {count} answered, the others 503")
@@ -819,8 +821,8 @@ def memory_outcome(server: Shared, folder: Path) -> Outcome:
         memory = []
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             for begin in range(0, REQUESTS, 50):
-                asked = [ordinary(random, begin + number) for number in range(50)]
-                codes = set(pool.map(lambda fields: running.post(fields)[0], asked))
+                fields_sent = [ordinary(random, begin + number) for number in range(50)]
+                codes = set(pool.map(lambda fields: running.post(fields)[0], fields_sent))
                 if codes != {200}:
                     return Outcome("wrong", f"{codes} at request {begin}")
                 memory.append((begin + 50, running.memory_mib()))
@@ -852,7 +854,7 @@ def ordinary(random: np.random.Generator, number: int) -> dict[str, Any]:
 
 def failure_trials(server: Shared) -> list[Trial]:
     """Return trials of a server that runs out of memory, or is stopped for a while."""
-    made = []
+    listed = []
     for room_mib in (0, 2, 8, 32):
         for name, fields in {
             "logprobs": {**ORDINARY, "n": 32, "logprobs": 20},
@@ -860,9 +862,9 @@ def failure_trials(server: Shared) -> list[Trial]:
             "a body of 15 MB": b'{"prompt": "' + b"a" * 15_000_000 + b'"}',
         }.items():
             run = functools.partial(no_memory_outcome, server, room_mib=room_mib, fields=fields)
-            made.append(Trial(f"failures: {name} with {room_mib} MiB left", "failures", run))
-    made.append(Trial("failures: stopped for 15 s", "failures", functools.partial(stopped_outcome, server)))
-    return made
+            listed.append(Trial(f"failures: {name} with {room_mib} MiB left", "failures", run))
+    listed.append(Trial("failures: stopped for 15 s", "failures", functools.partial(stopped_outcome, server)))
+    return listed
 
 
 def no_memory_outcome(server: Shared, folder: Path, room_mib: int, fields: Any) -> Outcome:
@@ -906,7 +908,7 @@ def stopped_outcome(server: Shared, folder: Path) -> Outcome:
 
 def command_trials(server: Shared) -> list[Trial]:
     """Return trials of the command line, and of its end."""
-    made = []
+    listed = []
     wrong = {
         "port": ["--port", "70000"],
         "host": ["--host", "192.0.2.1"],
@@ -917,16 +919,16 @@ def command_trials(server: Shared) -> list[Trial]:
         "chat-template": ["--data.chat-template", "none.jinja"],
     }
     for name, flags in wrong.items():
-        made.append(
+        listed.append(
             Trial(f"command: a wrong --{name}", "command", functools.partial(refused_outcome, server, flags=flags))
         )
     for number in (signal.SIGINT, signal.SIGTERM):
         for load in ("idle", "generating", "streaming", "compiling"):
             run = functools.partial(signal_outcome, server, number=number, load=load)
-            made.append(Trial(f"command: {number.name} while {load}", "command", run))
+            listed.append(Trial(f"command: {number.name} while {load}", "command", run))
     for name, flags in {"--max-seconds 1": ["--max-seconds", "1"], "--slots 1": ["--slots", "1"]}.items():
-        made.append(Trial(f"command: {name}", "command", functools.partial(limited_outcome, server, flags=flags)))
-    return made
+        listed.append(Trial(f"command: {name}", "command", functools.partial(limited_outcome, server, flags=flags)))
+    return listed
 
 
 def refused_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outcome:

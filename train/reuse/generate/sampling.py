@@ -118,8 +118,8 @@ def draw_each(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array,
             best_BV, ids_BV = jax.lax.top_k(scaled_BV, scaled_BV.shape[-1])
             share_BV = jax.nn.softmax(best_BV, axis=-1)
             likelier_BV = jnp.cumsum(share_BV, axis=-1) - share_BV
-            kept_BV = jnp.where(likelier_BV < top_p_B[:, None], best_BV, -jnp.inf)
-            picked_B = categorical(keys_B, kept_BV)
+            nucleus_BV = jnp.where(likelier_BV < top_p_B[:, None], best_BV, -jnp.inf)
+            picked_B = categorical(keys_B, nucleus_BV)
             return jnp.take_along_axis(ids_BV, picked_B[:, None], axis=-1)[:, 0]
 
         # Sorting a vocabulary takes longer than a small model's step.

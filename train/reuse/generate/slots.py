@@ -44,7 +44,7 @@ class Text:
     seed: int
     row: int
     sampling: Sampling
-    made: list[int] = dataclasses.field(default_factory=list)
+    written_ids: list[int] = dataclasses.field(default_factory=list)
     """Token ids written so far."""
     slot: int | None = None
     context: int = 0
@@ -59,11 +59,11 @@ class Text:
     @property
     def is_complete(self) -> bool:
         """True if all tokens that were asked for are written."""
-        return len(self.made) >= self.length
+        return len(self.written_ids) >= self.length
 
     def last(self, count: int) -> np.ndarray:
         """Return the last `count` tokens of the prompt and the text together, or all if there are fewer."""
-        written = np.array(self.made[-count:], np.int32)
+        written = np.array(self.written_ids[-count:], np.int32)
         return np.concatenate([self.prompt, written])[-count:].astype(np.int32)
 
 
@@ -195,7 +195,7 @@ class Slots:
             return written
         steps = min(most, self._steps)
         for text in writing:
-            steps = min(steps, text.length - len(text.made), self._limit - text.context)
+            steps = min(steps, text.length - len(text.written_ids), self._limit - text.context)
         for text, tokens, is_finite in self._advance(writing, steps):
             error = None if is_finite else DecodingError(_DIVERGED)
             written.append(Written(text, tokens, error))
@@ -214,7 +214,7 @@ class Slots:
         results = []
         for text in writing:
             tokens = out_BT[text.slot, :steps].tolist()
-            text.made += tokens
+            text.written_ids += tokens
             text.context += steps
             results.append((text, tokens, bool(finite_B[text.slot])))
         return results
@@ -244,8 +244,8 @@ class Slots:
             raise DecodingError(_DIVERGED)
         text.saved = saved
         text.context = int(context_P.size)
-        text.made.append(int(np.asarray(token_1)[0]))
-        return text.made[-1:]
+        text.written_ids.append(int(np.asarray(token_1)[0]))
+        return text.written_ids[-1:]
 
     def _place(self, text: Text, slot: int) -> None:
         """Copy the cache of a text into a slot."""
@@ -341,10 +341,10 @@ def _rows_of(texts: list[Text | None]) -> _Rows:
     for index, text in enumerate(texts):
         if text is None:
             continue
-        rows.token_B[index] = text.made[-1] if text.made else 0
+        rows.token_B[index] = text.written_ids[-1] if text.written_ids else 0
         rows.context_B[index] = text.context
         rows.active_B[index] = True
-        rows.number_B[index] = len(text.made)
+        rows.number_B[index] = len(text.written_ids)
         rows.row_B[index] = text.row
         rows.key_B2[index] = text.key
         rows.temperature_B[index] = text.sampling.temperature

@@ -147,18 +147,18 @@ class App:
         began = time.monotonic()
         path = request.url.path
         async with self._bodies.read(request.scope, request.receive) as body:
-            prompts, asked = await asyncio.to_thread(self._parsed, body, path == _CHAT)
+            prompts, parsed = await asyncio.to_thread(self._parsed, body, path == _CHAT)
         client = request.client.host if request.client else ""
-        answer = self._service.queue(asked, prompts, client)
-        if asked.stream:
+        answer = self._service.queue(parsed, prompts, client)
+        if parsed.stream:
             return _Stream(self._events(answer, path, began), answer)
         completed = await self._complete_or_leave(answer, request)
         _log(path, completed["usage"], began)
         return _json(completed)
 
     def _parsed(self, body: bytearray, is_chat: bool) -> tuple[Any, fields.Request]:
-        asked = fields.request(body, is_chat=is_chat)
-        return self._service.begin(asked), asked
+        parsed = fields.request(body, is_chat=is_chat)
+        return self._service.begin(parsed), parsed
 
     async def _complete_or_leave(self, answer: Answer, request: Request) -> dict[str, Any]:
         """Return the whole answer, or end its work when the client leaves."""

@@ -41,7 +41,7 @@ MODELS = {
     ),
 }
 SAMPLING = Sampling(temperature=1.5, top_p=0.9)
-OTHERS = (Sampling(0.0), Sampling(1.0), Sampling(0.7, None, 0.5))
+SAMPLINGS = (Sampling(0.0), Sampling(1.0), Sampling(0.7, None, 0.5))
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def written(slots: Slots, one: Text, most: int = 64) -> Any:
     while not one.is_complete:
         slots.step(most)
     slots.put_aside(one)
-    return one.made, jax.tree.map(np.asarray, one.saved)
+    return one.written_ids, jax.tree.map(np.asarray, one.saved)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,12 +76,12 @@ def test_a_text_is_bitwise_the_same_alone_and_among_others(name: str) -> None:
     slots.join(alone := text())
     tokens, cache = written(slots, alone)
 
-    others = [text(seed, 25 + seed, sampling) for seed, sampling in enumerate(OTHERS)]
-    for other in others:
+    neighbours = [text(seed, 25 + seed, sampling) for seed, sampling in enumerate(SAMPLINGS)]
+    for other in neighbours:
         slots.join(other)
     slots.step(3)
-    slots.leave(others[1])
-    slots.join(late := text())  # in another slot, and while others are in the middle of theirs
+    slots.leave(neighbours[1])
+    slots.join(late := text())  # in another slot, and while neighbours are in the middle of theirs
     slots.join(text(9))
     late_tokens, late_cache = written(slots, late, most=2)
     assert late_tokens == tokens
@@ -90,7 +90,7 @@ def test_a_text_is_bitwise_the_same_alone_and_among_others(name: str) -> None:
             np.testing.assert_array_equal(
                 bits[..., : alone.context, :].view(np.uint8), late_bits[..., : late.context, :].view(np.uint8)
             )
-    assert others[0].made[:5] != tokens[:5]  # Control: others differ.
+    assert neighbours[0].written_ids[:5] != tokens[:5]  # Control: neighbours differ.
 
 
 def test_the_text_is_that_of_the_generator_and_the_row_counts() -> None:
@@ -102,8 +102,8 @@ def test_the_text_is_that_of_the_generator_and_the_row_counts() -> None:
         slots.join(row)
     for row in rows:
         written(slots, row)
-    np.testing.assert_array_equal(np.concatenate(expected, axis=1), [row.made for row in rows])
-    assert rows[0].made != rows[1].made
+    np.testing.assert_array_equal(np.concatenate(expected, axis=1), [row.written_ids for row in rows])
+    assert rows[0].written_ids != rows[1].written_ids
 
 
 def test_a_text_that_is_put_aside_goes_on_as_if_it_had_stayed() -> None:
