@@ -102,7 +102,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-index",
         "--no-compile",
         "--disable-pip-version-check",
-        str(wheel),
+        f"{wheel}[serve]",
     ]
     execute([sys.executable, "-m", "pip", "--python", python, *install], folder)
     (packages,) = folder.glob("lib/python*/site-packages")  # lib64 is a link to it
@@ -122,6 +122,13 @@ def test_a_wheel_holds_one_name_and_every_file_of_it(wheel: Path):
     assert links == []
     assert {"mupax/py.typed", "mupax/train/studies/check/allowances.json"} < names
     assert wheel.name == f"mupax-{__version__}-py3-none-any.whl"
+
+
+def test_what_serves_is_an_extra(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"mupax-{__version__}.dist-info/METADATA").decode()
+    of_extra = re.findall(r"^Requires-Dist: (\w+).*extra == 'serve'", metadata, re.MULTILINE)
+    assert sorted(of_extra) == ["h11", "starlette", "uvicorn"]
 
 
 def test_the_installed_command_trains(environment: Path, tmp_path: Path):

@@ -43,13 +43,15 @@ class Decoder(nnx.Module):
 
         Args:
             tokens_BT: int32 [batch, position].
-            start: position of the first of them, int32 []; 0 unless given.
+            start: position of the first of them, int32 [] or, of each sequence, [B]; 0 unless given.
             positions_BT: of each token, int32; from `start` on unless given.
         """
         table_VD = self.token[...].astype(self.config.compute.dtype)
         h_BTD = partition.current().lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]
+            if start is not None and jnp.ndim(start):
+                positions_BT = start[:, None] + jnp.arange(length)
             if positions_BT is not None:
                 positions = all_SD.astype(h_BTD.dtype)[positions_BT]
             else:

@@ -23,7 +23,7 @@ class Cache(NamedTuple):
     values: jax.Array
     """[L, B, K, S, N], or of a size of their own."""
     length: jax.Array
-    """int32 []."""
+    """int32 [], or int32 [B] where sequences that are read side by side have lengths of their own."""
 
     def put(self, layer: jax.Array | int, k_BTKN: jax.Array, v_BTKN: jax.Array) -> Cache:
         """The cache with T positions more from `length` on, which must fit; `length` stays.
@@ -37,8 +37,15 @@ class Cache(NamedTuple):
         def updated(all_LBKSN: jax.Array, new_BTKN: jax.Array) -> jax.Array:
             new_LBKTN = new_BTKN.swapaxes(1, 2)[None].astype(all_LBKSN.dtype)
             zero = jnp.int32(0)  # a plain 0 is an int64 under JAX_ENABLE_X64
-            start = (jnp.asarray(layer, jnp.int32), zero, zero, self.length, zero)
-            return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, start)
+            layer_index = jnp.asarray(layer, jnp.int32)
+            if self.length.ndim == 0:
+                start = (layer_index, zero, zero, self.length, zero)
+                return jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN, start)
+            # A slice per sequence is written in place. A scatter of all at once would copy the cache on CPU.
+            for row in range(new_BTKN.shape[0]):
+                start = (layer_index, jnp.int32(row), zero, self.length[row], zero)
+                all_LBKSN = jax.lax.dynamic_update_slice(all_LBKSN, new_LBKTN[:, row : row + 1], start)
+            return all_LBKSN
 
         return self._replace(keys=updated(self.keys, k_BTKN), values=updated(self.values, v_BTKN))
 
@@ -69,13 +76,16 @@ class Cache(NamedTuple):
         q_BTKGN = q_BTHN.reshape(batch, length, kv_heads, -1, size)
         q_BKQN = q_BTKGN.transpose(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, size)
         logits_BKQS = jnp.einsum("bkqn,bksn->bkqs", q_BKQN, k_BKSN, preferred_element_type=jnp.float32)
-        mask_TS = jnp.arange(source) <= self.length + jnp.arange(length)[:, None]
+        # [], or [B, 1, 1, 1, 1] beside the logits where every sequence has its own.
+        before = self.length[:, None, None, None, None] if self.length.ndim else self.length
+        positions = before + jnp.arange(length)[:, None]
+        mask = jnp.arange(source) <= positions
         if window is not None:
-            mask_TS &= jnp.arange(source) > self.length + jnp.arange(length)[:, None] - window
+            mask &= jnp.arange(source) > positions - window
         logits_BKGTS = softcapped(logits_BKQS, cap).reshape(batch, kv_heads, -1, length, source)
         if bias_HTS is not None:
             logits_BKGTS = logits_BKGTS + bias_HTS.reshape(kv_heads, -1, length, source)
-        weights_BKGTS = jax.nn.softmax(jnp.where(mask_TS, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
+        weights_BKGTS = jax.nn.softmax(jnp.where(mask, logits_BKGTS, jnp.finfo(jnp.float32).min), axis=-1)
         weights_BKQS = weights_BKGTS.reshape(batch, kv_heads, -1, source).astype(v_BKSN.dtype)
         y_BKQN = jnp.einsum("bkqs,bksn->bkqn", weights_BKQS, v_BKSN)
         y_BKGTN = y_BKQN.reshape(batch, kv_heads, -1, length, v_BKSN.shape[-1])

@@ -196,7 +196,7 @@ def rotary(
     Args:
         x_BTHN: queries or keys; N is even.
         theta: base of the frequencies.
-        start: position of the first of them, int32 []; 0 unless given.
+        start: position of the first of them, int32 [] or, of each sequence, [B]; 0 unless given.
         scaling: of the frequencies; None: they are the plain ones.
         size: entries of each head that are turned, the first ones; all unless given.
     """
@@ -206,38 +206,42 @@ def rotary(
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     frequency_M = frequency_M if scaling is None else scaled_frequencies(frequency_M, scaling)
-    positions_T = partition.current().positions(length) if start is None else start + jnp.arange(length)
-    angle_TM = positions_T.astype(jnp.float32)[:, None] * frequency_M
+    if start is None:
+        positions_BT = partition.current().positions(length)[None]
+    else:
+        positions_BT = jnp.reshape(start, (-1, 1)) + jnp.arange(length)[None]
+    angle_BTM = positions_BT.astype(jnp.float32)[..., None] * frequency_M
     if partition.current().platform == "tpu":
-        return _turned(x_BTHN, jnp.cos(angle_TM), jnp.sin(angle_TM))
-    cos_BTHM, sin_BTHM = jnp.cos(angle_TM)[None, :, None], jnp.sin(angle_TM)[None, :, None]
+        return _turned(x_BTHN, jnp.cos(angle_BTM), jnp.sin(angle_BTM))
+    cos_BTHM = jnp.cos(angle_BTM)[:, :, None]
+    sin_BTHM = jnp.sin(angle_BTM)[:, :, None]
     a_BTHM, b_BTHM = jnp.split(x_BTHN.astype(jnp.float32), 2, axis=-1)
     turned = [a_BTHM * cos_BTHM - b_BTHM * sin_BTHM, b_BTHM * cos_BTHM + a_BTHM * sin_BTHM]
     return jnp.concatenate(turned, axis=-1).astype(x_BTHN.dtype)
 
 
 @jax.custom_vjp
-def _turned(x_BTHN: jax.Array, cos_TM: jax.Array, sin_TM: jax.Array) -> jax.Array:
+def _turned(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> jax.Array:
     """The same numbers by a product: (a, b) is (-b, a) after a matrix of 0, 1 and -1, exactly.
 
     On TPU half a row is half of a vector's 128 lanes: to cut and to join rows there takes five times as long as the product.
     """
-    half = cos_TM.shape[-1]
+    half = cos_BTM.shape[-1]
     swap_NN = np.kron([[0, 1], [-1, 0]], np.eye(half))
     exact = jax.lax.Precision.HIGHEST if x_BTHN.dtype == jnp.float32 else None
     swapped_BTHN = jnp.matmul(x_BTHN, swap_NN.astype(x_BTHN.dtype), precision=exact, preferred_element_type=jnp.float32)
-    cos_BTHN, sin_BTHN = (jnp.tile(x_TM, 2)[None, :, None] for x_TM in (cos_TM, sin_TM))
+    cos_BTHN, sin_BTHN = (jnp.tile(x_BTM, 2)[:, :, None] for x_BTM in (cos_BTM, sin_BTM))
     return (x_BTHN.astype(jnp.float32) * cos_BTHN + swapped_BTHN * sin_BTHN).astype(x_BTHN.dtype)
 
 
-def _turned_forward(x_BTHN: jax.Array, cos_TM: jax.Array, sin_TM: jax.Array) -> tuple[jax.Array, Any]:
-    return _turned(x_BTHN, cos_TM, sin_TM), (cos_TM, sin_TM)
+def _turned_forward(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> tuple[jax.Array, Any]:
+    return _turned(x_BTHN, cos_BTM, sin_BTM), (cos_BTM, sin_BTM)
 
 
 def _turned_backward(turn: tuple[jax.Array, jax.Array], gradient_BTHN: jax.Array) -> tuple[jax.Array, None, None]:
     """A rotation's transpose is the rotation back."""
-    cos_TM, sin_TM = turn
-    return _turned(gradient_BTHN, cos_TM, -sin_TM), None, None
+    cos_BTM, sin_BTM = turn
+    return _turned(gradient_BTHN, cos_BTM, -sin_BTM), None, None
 
 
 _turned.defvjp(_turned_forward, _turned_backward)

@@ -73,8 +73,10 @@ class Generator:
         sampling: Sampling | None = DEFAULT,
         samples: int = 1,
     ) -> None:
-        self._model, self._definition = transformer(program.config.model, "writing text"), program.definition
-        self._layout, self._forward = program.layout, inputs.factors.forward
+        self.model = transformer(program.config.model, "writing text")
+        self._definition = program.definition
+        self.layout = program.layout
+        self.forward = inputs.factors.forward
         if samples < 1:
             raise DecodingError(f"samples is {samples}; write at least 1")
         self._sampling, self.samples = sampling, samples
@@ -83,7 +85,7 @@ class Generator:
         networks = (params,) if inputs.reference is None else (params, inputs.reference)
         # Multiplied once, not for every token.
         apply = jax.jit(lambda networks, by: tuple(multiplied(dict(one), by) for one in networks))
-        self._weights = apply(networks, inputs.factors.multiplier)
+        self.weights = apply(networks, inputs.factors.multiplier)
         whole = program.layout.replicated
         text = _Text(None, whole, whole)
         self._fill = jax.jit(self._filled, out_shardings=text)
@@ -128,7 +130,7 @@ class Generator:
         prompt = np.asarray(prompt)
         if prompt.ndim != 1 or prompt.size == 0 or not np.issubdtype(prompt.dtype, np.integer):
             raise DecodingError(f"a prompt is at least one token; this one is {prompt.dtype} of shape {prompt.shape}")
-        limit, key = self._model.sizes()["position"], jax.random.key(seed)
+        limit, key = self.model.sizes()["position"], jax.random.key(seed)
         drawn = None if sampling is None else AnySampling.of(sampling)
         text_BT = np.broadcast_to(prompt.astype(np.int32), (samples or self.samples, prompt.size))[:, -limit:]
         text, number, context, count = None, 0, limit, 1
@@ -137,13 +139,13 @@ class Generator:
             if text is None or context == limit:
                 context_BT = text_BT if text is None else text_BT[:, -max(limit // 2, 1) :]
                 context = context_BT.shape[1]
-                padded_BT, counts = self._padded(context_BT), (np.int32(context), key, np.int32(number))
-                text = self._fill(self._weights, self._forward, padded_BT, *counts, drawn)
+                padded_BT, counts = self.padded(context_BT), (np.int32(context), key, np.int32(number))
+                text = self._fill(self.weights, self.forward, padded_BT, *counts, drawn)
                 new_BT = np.asarray(text.token_B)[:, None]
             else:
                 steps = min(count, length - number, limit - context)
                 counts = np.int32(steps), key, np.int32(number)
-                text, out_BT = self._extend(self._weights, self._forward, text, *counts, drawn)
+                text, out_BT = self._extend(self.weights, self.forward, text, *counts, drawn)
                 context, new_BT = context + steps, np.asarray(out_BT)[:, :steps]
                 # More where they come fast; what is drawn does not depend on it.
                 count = min(2 * count, MOST) if time.monotonic() - began < _LIVELY_S / 2 else max(count // 2, 1)
@@ -163,19 +165,19 @@ class Generator:
         Raises:
             DecodingError: the texts are longer.
         """
-        limit, count = self._model.sizes()["position"], tokens_BT.shape[1] - 1
+        limit, count = self.model.sizes()["position"], tokens_BT.shape[1] - 1
         if count > limit:
             raise DecodingError(
                 f"{count + 1} tokens are more than the {limit + 1} whose probabilities one reading gives"
             )
-        inputs_BT, next_BT = self._padded(tokens_BT[:, :-1]), self._padded(tokens_BT[:, 1:])
-        scores = self._score(self._weights, self._forward, (inputs_BT, next_BT), top)
+        inputs_BT, next_BT = self.padded(tokens_BT[:, :-1]), self.padded(tokens_BT[:, 1:])
+        scores = self._score(self.weights, self.forward, (inputs_BT, next_BT), top)
         return Scores(*(np.asarray(x)[:, :count] for x in scores))
 
-    def _padded(self, tokens_BT: np.ndarray) -> np.ndarray:
+    def padded(self, tokens_BT: np.ndarray) -> np.ndarray:
         """To a power of two of positions, or to the longest context: few shapes, so few compilations."""
         count = tokens_BT.shape[1]
-        size = min(1 << max(count - 1, 0).bit_length(), self._model.sizes()["position"])
+        size = min(1 << max(count - 1, 0).bit_length(), self.model.sizes()["position"])
         return np.pad(tokens_BT, ((0, 0), (0, size - count)))
 
     def _filled(
@@ -189,8 +191,8 @@ class Generator:
         drawn: AnySampling | None,
     ) -> _Text:
         """Read a text that is padded on the right, and draw a token after its `length` tokens."""
-        empty = (caches.empty(self._model, text_BT.shape[0]),) * len(weights)
-        logits_BV, read = self._read(weights, forward, text_BT, empty, length - 1, fresh=True)
+        empty = (caches.empty(self.model, text_BT.shape[0]),) * len(weights)
+        logits_BV, read = self.logits_after(weights, forward, text_BT, empty, length - 1, fresh=True)
         token_B = self._drawn(logits_BV, key, number, drawn)
         return _Text(tuple(one._replace(length=length) for one in read), token_B, _finite(logits_BV))
 
@@ -209,7 +211,7 @@ class Generator:
         def body(loop: tuple[jax.Array, _Text, jax.Array]) -> tuple[jax.Array, _Text, jax.Array]:
             index, text, out_BT = loop
             last_B1 = text.token_B[:, None]
-            logits_BV, read = self._read(weights, forward, last_B1, text.caches, jnp.int32(0), fresh=False)
+            logits_BV, read = self.logits_after(weights, forward, last_B1, text.caches, jnp.int32(0), fresh=False)
             token_B = self._drawn(logits_BV, key, number + index, drawn)
             out_BT = jax.lax.dynamic_update_slice(out_BT, token_B[:, None], (jnp.int32(0), index))
             return index + 1, _Text(read, token_B, text.finite & _finite(logits_BV)), out_BT
@@ -217,13 +219,13 @@ class Generator:
         start = jnp.int32(0), text, jnp.zeros((len(text.token_B), MOST), jnp.int32)
         return jax.lax.while_loop(lambda loop: loop[0] < steps, body, start)[1:]
 
-    def _read(
+    def logits_after(
         self, weights: Any, forward: Arrays, text_BT: jax.Array, read: Any, at: jax.Array, *, fresh: bool
     ) -> tuple[jax.Array, tuple[caches.Cache, ...]]:
         """Logits [B, V] after the token at a position of the text, and the caches with all of it."""
         self.compilations += 1  # runs when a program is traced, and never again
         logits, after = [], []
-        with partition.using(self._layout):
+        with partition.using(self.layout):
             for params, cache in zip(weights, read, strict=True):
                 net: Any = self._definition.bind(params, forward)
                 h_BTD, filled = net.cached(text_BT, cache, fresh=fresh)
@@ -242,9 +244,9 @@ class Generator:
         """Scores of texts that are padded on the right; logits of `_BLOCK` positions exist at once."""
         self.compilations += 1
         inputs_BT, next_BT = tokens
-        with partition.using(self._layout):
+        with partition.using(self.layout):
             nets: list[Any] = [self._definition.bind(params, forward) for params in weights]
-            empty = caches.empty(self._model, inputs_BT.shape[0])
+            empty = caches.empty(self.model, inputs_BT.shape[0])
             h = [net.cached(inputs_BT, empty, fresh=True)[0].swapaxes(0, 1) for net in nets]
 
             def place(one: tuple[Any, jax.Array]) -> Scores:

@@ -94,3 +94,37 @@ def draw(logits_BV: jax.Array, keys_B: jax.Array, sampling: Sampling | AnySampli
     if sampling.temperature == 0:
         return likeliest()
     return among_all() if sampling.top_k is None and sampling.top_p is None else among_likeliest()
+
+
+def draw_each(logits_BV: jax.Array, keys_B: jax.Array, temperature_B: jax.Array, top_p_B: jax.Array) -> jax.Array:
+    """Draw a token per row, int32 [B], each row by its own sampling. A row's token does not depend on the other rows.
+
+    Args:
+        logits_BV: float32 [batch, vocabulary].
+        keys_B: random keys.
+        temperature_B: float32; 0 takes the likeliest token.
+        top_p_B: float32; 1 keeps every token.
+    """
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    warm_B = temperature_B > 0
+    narrow_B = warm_B & (top_p_B < 1)
+
+    def by_chance() -> jax.Array:
+        scaled_BV = logits_BV / jnp.where(warm_B, temperature_B, 1.0)[:, None]
+        categorical = jax.vmap(jax.random.categorical)
+        among_all_B = categorical(keys_B, scaled_BV).astype(jnp.int32)
+
+        def among_likeliest() -> jax.Array:
+            best_BV, ids_BV = jax.lax.top_k(scaled_BV, scaled_BV.shape[-1])
+            share_BV = jax.nn.softmax(best_BV, axis=-1)
+            likelier_BV = jnp.cumsum(share_BV, axis=-1) - share_BV
+            nucleus_BV = jnp.where(likelier_BV < top_p_B[:, None], best_BV, -jnp.inf)
+            picked_B = categorical(keys_B, nucleus_BV)
+            return jnp.take_along_axis(ids_BV, picked_B[:, None], axis=-1)[:, 0]
+
+        # Sorting a vocabulary takes longer than a small model's step.
+        likeliest_B = jax.lax.cond(jnp.any(narrow_B), among_likeliest, lambda: among_all_B)
+        return jnp.where(narrow_B, likeliest_B, among_all_B)
+
+    drawn_B = jax.lax.cond(jnp.any(warm_B), by_chance, lambda: greedy_B)
+    return jnp.where(warm_B, drawn_B, greedy_B)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +12,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.train.checkpoints.command import TEMPLATE_FLAG, ModelFlags
+from mupax.train.reuse.serve.logs import one_line
 
 if TYPE_CHECKING:
     from mupax.train.reuse.serve.service import Service
@@ -34,13 +37,24 @@ class Serve(ModelFlags):
     """Of weights without a run: the token that ends a document, where it has none of the usual names."""
     chat_template: Annotated[str | None, TEMPLATE_FLAG] = None
     """A template of jinja2, in place of the one beside the tokenizer."""
+    slots: Annotated[int, conf.arg(metavar="N")] = 8
+    """Texts that are written at once. Each takes memory for a whole context."""
+    max_tokens: Annotated[int, conf.arg(metavar="N")] = 100_000
+    """Tokens that a request may ask for in each of its texts."""
+    max_seconds: Annotated[float, conf.arg(metavar="S")] = 600.0
+    """Time of a request. A text that is not complete by then ends with finish_reason length."""
+    max_waiting: Annotated[int, conf.arg(metavar="N")] = 64
+    """Requests that may wait for a slot. Further ones are answered 503."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until it is stopped. Raises UsageError, WorkdirError or DataError for what does not fit."""
+    """Serve until Ctrl-C.
+
+    Raises:
+        UsageError, WorkdirError, DataError: the flags, the model or its files do not fit, or the extra `serve` is missing.
+    """
     args = command_line.parse(Serve, "mupax train serve", argv)
-    if not 0 <= args.port < 1 << 16:
-        raise command_line.UsageError(f"--port is {args.port}; write a number from 0 to 65535")
+    _check(args)
     from mupax.train.reuse.serve.server import Server
 
     with Server(args.host, args.port) as server:
@@ -50,12 +64,27 @@ def main(argv: Sequence[str]) -> int:
                 f"caution: {args.host} is answered to whoever reaches this machine, without a key or encryption"
             )
         chat = "chat and completions" if service.template else "completions, no chat template"
-        terminal.say(f"serving {service.name} ({chat}) at {server.url}; Ctrl-C ends it")
+        terminal.say(f"serving {one_line(service.name)} ({chat}) at {server.url}; Ctrl-C ends it")
         try:
             server.serve_forever()
         finally:
             service.close()
     return 0
+
+
+def _check(args: Serve) -> None:
+    """Refuse flags out of their range, and an installation without the extra."""
+    if not 0 <= args.port < 1 << 16:
+        raise command_line.UsageError(f"--port is {args.port}; write a number from 0 to 65535")
+    least = {"--slots": args.slots, "--max-tokens": args.max_tokens, "--max-waiting": args.max_waiting}
+    for flag, value in least.items():
+        if value < 1:
+            raise command_line.UsageError(f"{flag} is {value}; write at least 1")
+    if not 0 < args.max_seconds < math.inf:
+        raise command_line.UsageError(f"--max-seconds is {args.max_seconds}; write a positive number")
+    absent = [name for name in ("h11", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise command_line.UsageError(f"serve needs {' and '.join(absent)}; install them by pip install 'mupax[serve]'")
 
 
 def opened_service(args: Serve) -> Service:
@@ -66,7 +95,7 @@ def opened_service(args: Serve) -> Service:
     from mupax.train.reuse.generate import opened
     from mupax.train.reuse.generate.decode import Generator
     from mupax.train.reuse.huggingface import hub
-    from mupax.train.reuse.serve.service import Service
+    from mupax.train.reuse.serve.service import Limits, Service
 
     source = hub.local(args.workdir, args.revision)
     run = opened.find(source, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
@@ -76,4 +105,11 @@ def opened_service(args: Serve) -> Service:
     template = opened.template_of(run, args.chat_template)
     program = runs.on_one_device(run.config)
     generator = Generator(program, run.params(program.abstract), program.step_inputs(), sampling=None)
-    return Service(args.workdir.absolute().name, run, tokenizer, template, end_ids(name, tokenizer), generator)
+    limits = Limits(
+        slots=args.slots,
+        max_tokens=args.max_tokens,
+        max_seconds=args.max_seconds,
+        max_waiting=args.max_waiting,
+    )
+    ends = end_ids(name, tokenizer)
+    return Service(args.workdir.absolute().name, run, tokenizer, template, ends, generator, limits)

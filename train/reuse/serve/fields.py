@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
+import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -21,6 +21,9 @@ MOST_TEXTS = 32
 MOST_STOPS = 4
 MOST_LIKELY = 20
 """Of likeliest tokens that are named at a place."""
+LARGEST_SEED = 2**63 - 1
+DEEPEST = 64
+"""Lists and objects within one another in a request."""
 _SAMPLED = {
     "model",
     "max_tokens",
@@ -59,11 +62,22 @@ class ApiError(Exception):
         message: what is wrong, and what to write instead.
         param: the field.
         code: OpenAI's name of the kind of error, where it has one.
+        retry_s: seconds after which the client may ask again.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_s: int | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_s = retry_s
 
     def body(self) -> dict[str, Any]:
         """OpenAI's JSON form."""
@@ -97,7 +111,7 @@ class Request:
     ignore_eos: bool
 
 
-def request(body: bytes, *, is_chat: bool) -> Request:
+def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
     """A request from its JSON.
 
     Args:
@@ -108,11 +122,12 @@ def request(body: bytes, *, is_chat: bool) -> Request:
         ApiError: 400 for what is no JSON object, and for the first field that is unknown or has no usable value.
     """
     try:
-        fields = json.loads(body)
+        fields = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is no JSON: {error!s:.200}") from error
+        raise ApiError(400, f"the body is no JSON in UTF-8: {error!s:.200}") from error
     if not isinstance(fields, dict):
         raise ApiError(400, "the body is no JSON object; write {...}")
+    _check_values(fields)
     fields = {name: value for name, value in fields.items() if value is not None}
     _refuse_others(fields, is_chat)
     read = _Reader(fields)
@@ -140,13 +155,51 @@ def request(body: bytes, *, is_chat: bool) -> Request:
         sampling=Sampling(read.number("temperature", 1.0, 0, 100), None, read.number("top_p", 1.0, 0, 1) or 1e-9),
         n=n,
         stops=_stops(fields),
-        seed=read.whole("seed", int.from_bytes(os.urandom(4)) >> 1, 0, 2**63 - 1),
+        seed=read.whole("seed", int.from_bytes(os.urandom(4)) >> 1, 0, LARGEST_SEED),
         logprobs=logprobs,
         echo=echo,
         stream=stream,
         usage=_usage(fields),
         ignore_eos=read.switch("ignore_eos"),
     )
+
+
+def _refuse_constant(name: str) -> Any:
+    """Refuse NaN and Infinity, which Python reads though JSON has none."""
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _check_values(fields: dict[str, Any]) -> None:
+    """Refuse values that later code or other programs cannot handle: deep ones, and halves of a surrogate pair.
+
+    Raises:
+        ApiError: 400.
+    """
+    level: list[Any] = [fields]
+    for _ in range(DEEPEST):
+        texts: list[str] = []
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                texts += value
+                value = value.values()
+            texts += [item for item in value if isinstance(item, str)]
+            inner += [item for item in value if isinstance(item, dict | list)]
+        for text in texts:
+            if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+                raise ApiError(400, "a string has half of a surrogate pair, which is no text; remove it")
+        if not inner:
+            return
+        level = inner
+    raise ApiError(400, f"lists and objects are more than {DEEPEST} deep; write a flat request")
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, cut where it is long."""
+    short = reprlib.Repr()
+    short.maxstring = 40
+    short.maxother = 40
+    return short.repr(value)[:40]
 
 
 class _Reader:
@@ -158,25 +211,26 @@ class _Reader:
     def whole(self, name: str, default: Any, least: int, most: int) -> Any:
         value = self._fields.get(name, default)
         if name in self._fields and (type(value) is not int or not least <= value <= most):
-            raise ApiError(400, f"{name} is {value!r:.40}; write a whole number from {least} to {most}", name)
+            raise ApiError(400, f"{name} is {_shown(value)}; write a whole number from {least} to {most}", name)
         return value
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
         value = self._fields.get(name, default)
-        if type(value) not in (int, float) or not math.isfinite(value) or not least <= value <= most:
-            raise ApiError(400, f"{name} is {value!r:.40}; write a number from {least} to {most}", name)
+        # The comparison is false for nan and inf. It holds for integers that no float can represent.
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise ApiError(400, f"{name} is {_shown(value)}; write a number from {least} to {most}", name)
         return float(value)
 
     def switch(self, name: str) -> bool:
         value = self._fields.get(name, False)
         if type(value) is not bool:
-            raise ApiError(400, f"{name} is {value!r:.40}; write true or false", name)
+            raise ApiError(400, f"{name} is {_shown(value)}; write true or false", name)
         return value
 
     def text(self, name: str) -> str | None:
         value = self._fields.get(name)
         if value is not None and not isinstance(value, str):
-            raise ApiError(400, f"{name} is {value!r:.40}; write a string", name)
+            raise ApiError(400, f"{name} is {_shown(value)}; write a string", name)
         return value
 
 

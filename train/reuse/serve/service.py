@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 import numpy as np
@@ -18,10 +20,32 @@ from mupax.train.data.text.detokenizer import Detokenizer
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator, Scores
 from mupax.train.reuse.generate.sampling import DecodingError
-from mupax.train.reuse.serve.fields import MOST_LIKELY, ApiError, Request
+from mupax.train.reuse.generate.slots import Text
+from mupax.train.reuse.serve.fields import LARGEST_SEED, LONGEST, MOST_LIKELY, ApiError, Request
 from mupax.train.reuse.serve.probabilities import Probabilities
-from mupax.train.reuse.serve.worker import BusyError, Job, Worker
+from mupax.train.reuse.serve.worker import BusyError, Event, Job, Progress, Scored, ScoreJob, Worker, WorkerError
 from mupax.train.reuse.serve.writing import AnswerEnd, StreamingText, answer_end
+
+RETRY_S = 5
+"""What a client is told to wait where there is no room for its request."""
+_BYTES_PER_TOKEN = 64
+"""A prompt with more bytes for each token of the context is refused before it is encoded, which takes time and memory."""
+_SHORT_PROMPT = 1 << 16
+"""Bytes of a prompt that is always encoded, so that the message has its number of tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of requests."""
+
+    slots: int = 8
+    """Texts that are written at once."""
+    max_tokens: int = LONGEST
+    """Tokens that a request may ask for in each text."""
+    max_seconds: float = 600.0
+    """Time of a request, from its queueing on."""
+    max_waiting: int = 64
+    """Requests that may wait for a slot."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +56,115 @@ class Prompt:
     ids: np.ndarray
     """int32 [P]."""
     writings: list[StreamingText]
-    job: Job
 
-    def pieces(self) -> Iterator[tuple[int, str]]:
-        """(number of the text, what comes out of it) until all have ended; an ended one comes at least once more, with ''."""
-        for part in self.job.parts():
-            for number, writing in enumerate(self.writings):
+
+class Answer:
+    """The texts of one request, which the worker makes.
+
+    Args:
+        request: what is asked for.
+        prompts: prompts of the request.
+        worker: where they are queued.
+        client: address of who asks.
+        max_seconds: time that the request may take.
+
+    Raises:
+        ApiError: 503 where too many requests wait.
+    """
+
+    def __init__(
+        self, request: Request, prompts: list[Prompt], worker: Worker, client: str, max_seconds: float
+    ) -> None:
+        self.request = request
+        self.prompts = prompts
+        self._worker = worker
+        self._deadline = time.monotonic() + max_seconds
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.writings = [writing for prompt in prompts for writing in prompt.writings]
+        texts = []
+        self._indices = []
+        """Number of the writing of each text of the job. A writing of no tokens has no text."""
+        for place, prompt in enumerate(prompts):
+            for row, writing in enumerate(prompt.writings):
                 if not writing.finish:
-                    piece = writing.add(part[number].tolist())
-                    if piece or writing.finish:
-                        yield number, piece
-            if all(writing.finish for writing in self.writings):
-                return
+                    texts.append(Text(prompt.ids, writing.length, request.seed + place, row, request.sampling))
+                    self._indices.append(place * request.n + row)
+        self._jobs: list[Job | ScoreJob] = []
+        self._texts = texts
+        if texts:
+            job = Job(texts=texts, client=client, deadline=self._deadline, deliver=self._deliver)
+            self._submit(job)
+
+    def cancel(self) -> None:
+        """Need nothing more: the worker drops the texts."""
+        for job in self._jobs:
+            job.cancel()
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
+        """Yield (number of the text, what comes out of it) until all have ended. An ended one comes at least once more, with ''.
+
+        Raises:
+            ApiError: 500 or 503 where the worker failed.
+        """
+        while not all(writing.finish for writing in self.writings):
+            event = await self._next_event()
+            if not isinstance(event, Progress):
+                continue
+            index = self._indices[event.index]
+            writing = self.writings[index]
+            if writing.finish:
+                continue
+            piece = writing.add(event.tokens)
+            if event.is_last and not writing.finish:
+                piece += writing.cut()
+            if writing.finish:
+                self._texts[event.index].done = True
+            if piece or writing.finish:
+                yield index, piece
+
+    async def scores(self, top: int) -> list[Scores]:
+        """Return the probabilities of every token after the first of each prompt with each of its texts.
+
+        Args:
+            top: likeliest tokens that are named at each place.
+        """
+        rows = []
+        for prompt in self.prompts:
+            for writing in prompt.writings:
+                rows.append(np.concatenate([prompt.ids, writing.ids]).astype(np.int32))
+        self._submit(ScoreJob(rows=rows, top=top, deadline=self._deadline, deliver=self._deliver))
+        scores: dict[int, Scores] = {}
+        while len(scores) < len(rows):
+            event = await self._next_event()
+            if isinstance(event, Scored):
+                scores[event.index] = event.scores
+        return [scores[index] for index in range(len(rows))]
+
+    def _submit(self, job: Job | ScoreJob) -> None:
+        try:
+            self._worker.submit(job)
+        except BusyError:
+            raise ApiError(503, "too many requests wait; ask again later", retry_s=RETRY_S) from None
+        except WorkerError as error:
+            raise _api_error(error) from error
+        self._jobs.append(job)
+
+    def _deliver(self, event: Event) -> None:
+        """Take an event in the worker's thread."""
+        with contextlib.suppress(RuntimeError):  # the server is closing, and its loop is closed
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+    async def _next_event(self) -> Event:
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise _api_error(event) from event
+        return event
+
+
+def _api_error(error: Exception) -> ApiError:
+    status = error.status if isinstance(error, WorkerError) else 500
+    return ApiError(status, str(error), retry_s=RETRY_S if status == 503 else None)
 
 
 class Service:
@@ -56,6 +177,7 @@ class Service:
         template: of its chats; None where it has none.
         ends: tokens that end a text, of its tokenizer and of files beside it.
         generator: of the model, made without a sampling.
+        limits: limits of requests.
     """
 
     def __init__(
@@ -66,15 +188,20 @@ class Service:
         template: Template | None,
         ends: Collection[int],
         generator: Generator,
+        limits: Limits = Limits(),
     ) -> None:
-        self.name, self.template, self.limit = name, template, run.config.model.sizes()["position"]
+        self.name = name
+        self.template = template
+        self.limits = limits
+        self.limit = run.config.model.sizes()["position"]
         self._run, self._tokenizer, self._ends = run, tokenizer, frozenset(ends)
         self._probabilities = Probabilities(tokenizer)
-        self._created, self._worker = int(time.time()), Worker(generator)
+        self._created = int(time.time())
+        self.worker = Worker(generator, limits.slots, limits.max_waiting)
 
     def close(self) -> None:
         """Ends the worker."""
-        self._worker.stop()
+        self.worker.stop()
 
     def models(self) -> dict[str, Any]:
         """Return the list of models, which has one."""
@@ -105,114 +232,121 @@ class Service:
                 "model_not_found",
             )
 
-    def answer(self, request: Request) -> dict[str, Any]:
-        """The whole answer.
+    @property
+    def is_well(self) -> bool:
+        """False if the worker is dead or stuck."""
+        return self.worker.is_well
 
-        Args:
-            request: one that is not streamed.
+    def begin(self, request: Request) -> list[Prompt]:
+        """Return the prompts of a request in tokens. Encoding them may take long.
 
         Raises:
-            ApiError: 400, 404 or 503, as `begin`; 500 where the model has diverged.
+            ApiError: 400 for what the model cannot do or a prompt that is too long, 404 another model.
         """
-        prompts = self.begin(request)
-        for prompt in prompts:
-            self._finished(prompt)
+        if request.model is not None:
+            self._check_name(request.model)
+        if request.max_tokens is not None and request.max_tokens > self.limits.max_tokens:
+            raise ApiError(
+                400, f"this server writes at most {self.limits.max_tokens} tokens; ask for fewer", "max_tokens"
+            )
+        if request.seed + len(request.prompts) - 1 > LARGEST_SEED:
+            raise ApiError(
+                400, f"prompt number i has the seed + i, which is at most {LARGEST_SEED}; write less", "seed"
+            )
+        texts = [self._chat_text(request)] if request.chat else request.prompts
+        ends = frozenset() if request.ignore_eos else self._ends
+        stops = request.stops
+        if request.chat and self.template and not request.ignore_eos:
+            ends |= self._answer_end.ids
+            stops += self._answer_end.stops
+        prompts = []
+        for prompt in texts:
+            text, ids = self._tokens(prompt, request)
+            length = self._length(request, ids)
+            writings = [StreamingText(self._tokenizer, ids.tolist(), length, stops, ends) for _ in range(request.n)]
+            prompts.append(Prompt(text, ids, writings))
+        return prompts
+
+    def queue(self, request: Request, prompts: list[Prompt], client: str) -> Answer:
+        """Queue the texts of a request. To be called in the loop that reads the answer.
+
+        Raises:
+            ApiError: 503 where too many requests wait.
+        """
+        return Answer(request, prompts, self.worker, client, self.limits.max_seconds)
+
+    def _length(self, request: Request, ids: np.ndarray) -> int:
+        """Return the tokens of a text at most."""
+        if request.max_tokens is None:
+            length = min(max(1, self.limit - ids.size), self.limits.max_tokens)
+        else:
+            length = request.max_tokens
+        if request.logprobs is not None and ids.size + length > self.limit + 1:
+            raise ApiError(
+                400,
+                f"logprobs are of at most {self.limit + 1} tokens, and these are {ids.size} and {length} more; "
+                "ask for fewer",
+                "logprobs",
+            )
+        return length
+
+    async def complete(self, answer: Answer) -> dict[str, Any]:
+        """Return the whole answer of a request that is not streamed.
+
+        Raises:
+            ApiError: 500 or 503 where the worker failed, or the model has diverged.
+        """
+        async for _ in answer.pieces():
+            pass
+        request = answer.request
+        scores = None
+        if request.logprobs is not None:
+            scores = await answer.scores(min(MOST_LIKELY, self._run.config.model.sizes()["vocab"]))
         choices = []
-        for prompt in prompts:
-            scores = self._scores(prompt) if request.logprobs is not None else None
-            for row, writing in enumerate(prompt.writings):
-                text, logprobs = prompt.text * request.echo + writing.text, None
+        for prompt in answer.prompts:
+            for writing in prompt.writings:
+                index = len(choices)
+                text = prompt.text * request.echo + writing.text
+                logprobs = None
                 if scores is not None:
                     ids = [*prompt.ids.tolist(), *writing.ids]
-                    logprobs = self._probabilities.of_text(
-                        request, ids, prompt.ids.size, Scores(*(x[row] for x in scores))
-                    )
+                    logprobs = self._probabilities.of_text(request, ids, prompt.ids.size, scores[index])
                 body = {"message": {"role": "assistant", "content": text}} if request.chat else {"text": text}
-                end = {"logprobs": logprobs, "finish_reason": writing.finish}
-                choices.append({"index": len(choices), **body, **end})
-        return {**self._head(request), "choices": choices, "usage": self._usage(prompts)}
+                choices.append({"index": index, **body, "logprobs": logprobs, "finish_reason": writing.finish})
+        return {**self._head(request), "choices": choices, "usage": usage(answer.prompts)}
 
-    def stream(self, request: Request, prompts: list[Prompt]) -> Iterator[dict[str, Any]]:
-        """The answer in chunks.
-
-        Args:
-            request: one that is streamed.
-            prompts: of `begin`.
+    async def stream(self, answer: Answer) -> AsyncIterator[dict[str, Any]]:
+        """Yield the answer in chunks. Chunks of several texts come as they are made.
 
         Raises:
-            ApiError: 500 where the model has diverged.
+            ApiError: as `complete`.
         """
+        request = answer.request
         head = self._head(request, ".chunk" if request.chat else "")
 
         def chunk(index: int, text: str | None, finish: str | None = None, **delta: str) -> dict[str, Any]:
             content = delta | ({} if text is None else {"content": text})
             body = {"delta": content} if request.chat else {"text": text or ""}
-            usage = {} if request.usage == "never" else {"usage": None}
-            usage = {"usage": self._usage(prompts)} if request.usage == "always" else usage
-            return {**head, "choices": [{"index": index, **body, "logprobs": None, "finish_reason": finish}], **usage}
+            choice = {"index": index, **body, "logprobs": None, "finish_reason": finish}
+            used = {}
+            if request.usage != "never":
+                used = {"usage": usage(answer.prompts) if request.usage == "always" else None}
+            return {**head, "choices": [choice], **used}
 
-        for place, prompt in enumerate(prompts):
-            first = place * request.n
-            for number, writing in enumerate(prompt.writings):
-                if request.chat:
-                    yield chunk(first + number, "", role="assistant")
-                elif request.echo:
-                    yield chunk(first + number, prompt.text)
-                if writing.finish:  # no tokens are asked for
-                    yield chunk(first + number, None, writing.finish)
-            try:
-                for number, piece in prompt.pieces():
-                    if piece:
-                        yield chunk(first + number, piece)
-                    if finish := prompt.writings[number].finish:
-                        yield chunk(first + number, None, finish)
-            except DecodingError as error:
-                raise ApiError(500, str(error)) from error
+        for index, writing in enumerate(answer.writings):
+            if request.chat:
+                yield chunk(index, "", role="assistant")
+            elif request.echo:
+                yield chunk(index, answer.prompts[index // request.n].text)
+            if writing.finish:  # no tokens are asked for
+                yield chunk(index, None, writing.finish)
+        async for index, piece in answer.pieces():
+            if piece:
+                yield chunk(index, piece)
+            if finish := answer.writings[index].finish:
+                yield chunk(index, None, finish)
         if request.usage != "never":
-            yield {**head, "choices": [], "usage": self._usage(prompts)}
-
-    def begin(self, request: Request) -> list[Prompt]:
-        """The prompts of a request, queued.
-
-        Args:
-            request: any.
-
-        Raises:
-            ApiError: 400 for what the model cannot do or a prompt that is too long, 404 another model, 503 too many wait.
-        """
-        if request.model is not None:
-            self._check_name(request.model)
-        texts = [self._chat_text(request)] if request.chat else request.prompts
-        tokens = [self._tokens(text, request) for text in texts]
-        ends, stops = (frozenset() if request.ignore_eos else self._ends), request.stops
-        if request.chat and self.template and not request.ignore_eos:
-            ends |= self._answer_end.ids
-            stops += self._answer_end.stops
-        prompts = []
-        for (text, ids), seed in zip(tokens, range(request.seed, request.seed + len(tokens)), strict=True):
-            length = max(1, self.limit - ids.size) if request.max_tokens is None else request.max_tokens
-            if request.logprobs is not None and ids.size + length > self.limit + 1:
-                raise ApiError(
-                    400,
-                    f"logprobs are of at most {self.limit + 1} tokens, and these are {ids.size} and {length} more; "
-                    "ask for fewer",
-                    "logprobs",
-                )
-            writings = [StreamingText(self._tokenizer, ids.tolist(), length, stops, ends) for _ in range(request.n)]
-            prompts.append(Prompt(text, ids, writings, self._job(ids, length, seed, request)))
-        try:
-            for prompt in prompts:
-                self._worker.submit(prompt.job)
-        except BusyError:
-            for prompt in prompts:
-                prompt.job.done.set()
-            raise ApiError(503, "too many requests wait; ask again later") from None
-        return prompts
-
-    def _job(self, ids: np.ndarray, length: int, seed: int, request: Request) -> Job:
-        # To a power of two of texts: what is drawn of one does not depend on how many there are.
-        samples = 1 << (request.n - 1).bit_length()
-        return Job(lambda generator: generator.stream(ids, length, seed, sampling=request.sampling, samples=samples))
+            yield {**head, "choices": [], "usage": usage(answer.prompts)}
 
     def _chat_text(self, request: Request) -> str:
         if self.template is None:
@@ -234,6 +368,7 @@ class Service:
     def _tokens(self, prompt: str | list[int], request: Request) -> tuple[str, np.ndarray]:
         """A prompt as text and in tokens."""
         param = "messages" if request.chat else "prompt"
+        self._check_size(prompt, param)
         try:
             if isinstance(prompt, list):
                 ids = np.array(prompt, np.int64)
@@ -245,6 +380,8 @@ class Service:
                 text, ids = prompt, opened.prompt_of(self._run, self._tokenizer, prompt.encode())
         except (DecodingError, DataError, UnicodeEncodeError, OverflowError) as error:
             raise ApiError(400, str(error), param) from error
+        if ids.size == 0:
+            raise ApiError(400, "the chat template makes an empty prompt of these messages", param)
         if ids.size > self.limit:
             raise ApiError(
                 400,
@@ -267,34 +404,25 @@ class Service:
             return self._tokenizer.decode(ids)
         return Detokenizer(self._tokenizer, ids).prompt_text
 
-    def _finished(self, prompt: Prompt) -> None:
-        try:
-            for _ in prompt.pieces():
-                pass
-        except DecodingError as error:
-            raise ApiError(500, str(error)) from error
-
-    def _scores(self, prompt: Prompt) -> Scores:
-        """Of every token after the first of the prompt and each text."""
-        rows = [np.concatenate([prompt.ids, writing.ids]).astype(np.int32) for writing in prompt.writings]
-        tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
-        for row, ids in zip(tokens, rows, strict=True):
-            row[: ids.size] = ids
-        top = min(MOST_LIKELY, self._run.config.model.sizes()["vocab"])
-        try:
-            job = self._worker.submit(Job(lambda generator: iter([generator.logprobs(tokens, top)])))
-        except BusyError:
-            raise ApiError(503, "too many requests wait; ask again later") from None
-        (scores,) = job.parts()
-        return scores
+    def _check_size(self, prompt: str | list[int], param: str) -> None:
+        """Refuse a prompt that cannot fit, before it is encoded."""
+        size = len(prompt) if isinstance(prompt, str) else 0
+        if size > max(_SHORT_PROMPT, _BYTES_PER_TOKEN * self.limit):
+            raise ApiError(
+                400,
+                f"the prompt has {size} characters, and the model reads {self.limit} tokens; shorten it",
+                param,
+                "context_length_exceeded",
+            )
 
     def _head(self, request: Request, more: str = "") -> dict[str, Any]:
         kind, prefix = (f"chat.completion{more}", "chatcmpl") if request.chat else ("text_completion", "cmpl")
         return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
 
-    @staticmethod
-    def _usage(prompts: list[Prompt]) -> dict[str, int]:
-        prompt_tokens = sum(prompt.ids.size for prompt in prompts)
-        completion_tokens = sum(writing.count for prompt in prompts for writing in prompt.writings)
-        total = prompt_tokens + completion_tokens
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+def usage(prompts: list[Prompt]) -> dict[str, int]:
+    """Return the number of tokens read and made, in OpenAI's form."""
+    prompt_tokens = sum(prompt.ids.size for prompt in prompts)
+    completion_tokens = sum(writing.count for prompt in prompts for writing in prompt.writings)
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

@@ -1,108 +1,408 @@
-"""One thread that has the device: requests queue for it, and a few of them take turns there."""
+"""One thread that has the device: the texts of all requests share its slots, and join and leave between tokens.
+
+The queue is fair. A free slot goes to the client address with the fewest texts in slots, then to the request with the fewest,
+then to the one that waits longest. Where others wait, a text gives up its slot after `TURN_S` and goes on later.
+"""
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
-import queue
+import dataclasses
+import itertools
+import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mupax.train.reuse.generate.decode import Generator
+import numpy as np
 
-TURNS = 4
-"""Texts that are written in turns, each with a cache of its own; the others wait."""
-WAITING = 64
-"""Requests that may wait."""
-_STOP_S = 3.0
+from mupax import memory, terminal
+from mupax.train.reuse.generate.decode import Generator
+from mupax.train.reuse.generate.sampling import DecodingError
+from mupax.train.reuse.generate.slots import Slots, Text, Written
+from mupax.train.reuse.serve.logs import one_line
+
+TURN_S = 2.0
+"""How long a text keeps its slot while another request waits for one."""
+ASIDE_BYTES = 1 << 30
+"""Memory for caches of texts that gave up their slot. There is always room for as many texts as there are slots."""
+STALL_S = 10.0
+"""Time without progress after which the worker counts as stuck, in addition to three times its longest call."""
+_STOP_S = 1.0
 
 
 class BusyError(Exception):
     """More requests wait than may."""
 
 
-class Job:
-    """Work for the device, whose parts come out one by one.
+class WorkerError(Exception):
+    """A request that the worker could not finish.
 
     Args:
-        start: makes the parts with the generator.
+        message: for the client.
+        status: HTTP status, 500 or 503.
     """
 
-    def __init__(self, start: Callable[[Generator], Iterator[Any]]) -> None:
-        self.start = start
-        self.done = threading.Event()
-        """Set by who needs no more parts."""
-        self._parts: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
 
-    def put(self, part: Any, error: BaseException | None = None, last: bool = False) -> None:
-        """Hand over a part, an error, or that there are no more.
 
-        Args:
-            part: of the work.
-            error: raised where parts are taken.
-            last: whether there are no more.
-        """
-        self._parts.put((part, error, last))
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """New tokens of one text of a job."""
 
-    def parts(self) -> Iterator[Any]:
-        """The parts as they are made; ends the work where they are no longer taken. Raises what the work raised."""
-        try:
-            while True:
-                part, error, last = self._parts.get()
-                if error is not None:
-                    raise error
-                if last:
-                    return
-                yield part
-        finally:
-            self.done.set()
+    index: int
+    tokens: list[int]
+    is_last: bool
+    """True if no more tokens come, because all are written or the time is over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Probabilities of one text of a `ScoreJob`."""
+
+    index: int
+    scores: Any
+
+
+Event = Progress | Scored | Exception
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Job:
+    """Texts of one request.
+
+    Args:
+        texts: what to write.
+        client: address of who asks.
+        deadline: `time.monotonic()` at which it ends.
+        deliver: takes every event, in the worker's thread. It must return at once.
+    """
+
+    texts: Sequence[Text]
+    client: str
+    deadline: float
+    deliver: Callable[[Event], None]
+    is_cancelled: bool = False
+    """Set by a reader who needs nothing more."""
+    has_begun: bool = False
+    order: int = 0
+    """Place in the queue."""
+    waiting: collections.deque[Text] = dataclasses.field(default_factory=collections.deque)
+
+    def cancel(self) -> None:
+        """Need nothing more of this job."""
+        self.is_cancelled = True
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class ScoreJob:
+    """Texts whose probabilities one request asks for. They are read one by one, so that memory does not grow with their number.
+
+    Args:
+        rows: token ids of each text with its prompt.
+        top: likeliest tokens that are named at each place.
+        deadline, deliver: as for `Job`.
+    """
+
+    rows: list[np.ndarray]
+    top: int
+    deadline: float
+    deliver: Callable[[Event], None]
+    is_cancelled: bool = False
+    next_row: int = 0
+
+    def cancel(self) -> None:
+        """Need nothing more of this job."""
+        self.is_cancelled = True
 
 
 class Worker:
     """The thread.
 
     Args:
-        generator: what it works with; no other thread touches it.
+        generator: model to write with. No other thread touches it.
+        num_slots: texts that are written at once.
+        max_waiting: requests that may wait for a slot.
     """
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, num_slots: int, max_waiting: int) -> None:
+        self.slots = Slots(generator, num_slots)
         self.generator = generator
-        self._inbox: queue.Queue[Job | None] = queue.Queue(WAITING)
-        self._stopped = threading.Event()
+        self._max_waiting = max_waiting
+        self._max_aside = max(num_slots, ASIDE_BYTES // self.slots.bytes_per_text)
+        self._changed = threading.Condition()
+        self._jobs: list[Job] = []
+        self._score_jobs: collections.deque[ScoreJob] = collections.deque()
+        self._owners: dict[Text, tuple[Job, int]] = {}
+        """Job of each text that is waiting or in a slot, and the text's number there."""
+        self._slot_began: dict[Text, float] = {}
+        self._order = itertools.count()
+        self._stopped = False
+        self._is_idle = True
+        self._last_progress = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="mupax-serve", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> Job:
-        """The job, in the queue; raises BusyError where that is full."""
-        try:
-            self._inbox.put_nowait(job)
-        except queue.Full:
-            raise BusyError from None
-        return job
+    @property
+    def is_well(self) -> bool:
+        """True if the thread lives and is idle, compiles, or made progress lately."""
+        if not self._thread.is_alive():
+            return False
+        if self._is_idle or self.slots.compiling:
+            return True
+        allowed_s = STALL_S + 3 * self.slots.longest_call_s
+        return time.monotonic() - self._last_progress < allowed_s
+
+    def submit(self, job: Job | ScoreJob) -> None:
+        """Queue a job.
+
+        Raises:
+            BusyError: too many requests wait already.
+            WorkerError: the thread is dead.
+        """
+        with self._changed:
+            if self._stopped or not self._thread.is_alive():
+                raise WorkerError("the server has no worker any more; restart it", 503)
+            if isinstance(job, ScoreJob):
+                self._score_jobs.append(job)
+            else:
+                # A request that leaves a slot again is not new: only those that have not begun count.
+                if sum(not other.has_begun for other in self._jobs) >= self._max_waiting:
+                    raise BusyError
+                job.order = next(self._order)
+                job.waiting.extend(job.texts)
+                self._owners |= {text: (job, index) for index, text in enumerate(job.texts)}
+                self._jobs.append(job)
+            self._changed.notify()
 
     def stop(self) -> None:
-        """End the thread after the part that it makes now."""
-        self._stopped.set()
-        with contextlib.suppress(queue.Full):
-            self._inbox.put_nowait(None)
+        """End the thread after the call that it makes now. A call that compiles may take longer than this waits."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
         self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """End the process at once if the thread still runs: C++ would abort if Python were taken down under it."""
+        if self._thread.is_alive():
+            terminal.leave(128 + signal.SIGINT)
 
     def _run(self) -> None:
-        turns: collections.deque[tuple[Job, Iterator[Any]]] = collections.deque()
-        while not self._stopped.is_set():
-            while len(turns) < TURNS and (not turns or not self._inbox.empty()):
-                job = self._inbox.get()
-                if job is None:
-                    return
-                turns.append((job, job.start(self.generator)))
-            job, parts = turns.popleft()
-            if job.done.is_set():
-                continue
-            try:
-                job.put(next(parts))
-                turns.append((job, parts))
-            except StopIteration:
-                job.put(None, last=True)
-            except Exception as error:
-                job.put(None, error)
+        error: BaseException | None = None
+        try:
+            while self._wait():
+                try:
+                    self._turn()
+                except Exception as failure:  # of the worker itself: requests fail, and it lives on
+                    self._fail_everything(failure)
+        except BaseException as raised:
+            error = raised
+            terminal.note(f"error: the worker died: {one_line(repr(raised))}")
+        finally:
+            with self._changed:
+                self._stopped = True
+                outstanding: list[Job | ScoreJob] = [*self._jobs, *self._score_jobs]
+            reason = "the worker died; the server's log says why" if error else "the server is stopping"
+            for job in outstanding:
+                job.deliver(WorkerError(reason, 503))
+
+    def _wait(self) -> bool:
+        """Wait until there is work. Return False when the thread is to end."""
+        with self._changed:
+            self._is_idle = True
+            while not (self._stopped or self._jobs or self._score_jobs):
+                self._changed.wait()
+            self._last_progress = time.monotonic()
+            self._is_idle = False
+            return not self._stopped
+
+    def _turn(self) -> None:
+        """Let texts leave and join, score one text, and write some tokens of all texts in slots."""
+        self._drop_unneeded()
+        self._fill_slots()
+        self._score_one()
+        if not self.slots.active:
+            return
+        try:
+            written = self.slots.step()
+        except Exception as error:
+            self._fail_all_in_slots(error)
+            return
+        self._made_progress()
+        for part in written:
+            self._hand_over(part)
+
+    def _made_progress(self) -> None:
+        self._last_progress = time.monotonic()
+
+    # Texts that leave
+
+    def _drop_unneeded(self) -> None:
+        """Drop texts whose reader has left or has enough, and those whose time is over."""
+        now = time.monotonic()
+        for job in [*self._jobs]:
+            texts = [text for text in job.texts if text in self._owners]
+            if job.is_cancelled:
+                self._drop(texts)
+            elif now > job.deadline and not job.has_begun:
+                self._fail(job, WorkerError("no slot came free in time; ask again later", 503))
+            elif now > job.deadline:
+                for text in texts:
+                    job.deliver(Progress(self._owners[text][1], [], is_last=True))
+                self._drop(texts)
+            else:
+                self._drop([text for text in texts if text.done])
+
+    def _drop(self, texts: Sequence[Text]) -> None:
+        """Forget texts, and their jobs when nothing of them is left."""
+        for text in texts:
+            self.slots.leave(text)
+            self._slot_began.pop(text, None)
+            job, _ = self._owners.pop(text)
+            text.saved = None
+            with contextlib.suppress(ValueError):
+                job.waiting.remove(text)
+        with self._changed:
+            self._jobs = [job for job in self._jobs if any(text in self._owners for text in job.texts)]
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        """Answer a request with an error, and drop its texts."""
+        job.deliver(_for_client(error))
+        self._drop([text for text in job.texts if text in self._owners])
+
+    def _fail_all_in_slots(self, error: Exception) -> None:
+        """Answer all requests that have a text in a slot with an error, and start with empty slots."""
+        jobs = {self._owners[text][0] for text in self.slots.active}
+        self.slots.reset()
+        for job in jobs:
+            self._fail(job, error)
+
+    def _fail_everything(self, error: Exception) -> None:
+        """Answer all requests with an error, and start with empty slots."""
+        self.slots.reset()
+        for job in [*self._jobs]:
+            self._fail(job, error)
+
+    def _hand_over(self, part: Written) -> None:
+        if part.text not in self._owners:  # another text of its request has failed
+            return
+        job, index = self._owners[part.text]
+        if part.error is not None:
+            self._fail(job, part.error)
+            return
+        is_last = part.text.is_complete
+        job.deliver(Progress(index, part.tokens, is_last))
+        if is_last:
+            self._drop([part.text])
+
+    # Texts that join
+
+    def _fill_slots(self) -> None:
+        """Put waiting texts into free slots, by fairness."""
+        while (job := self._next_job()) is not None:
+            if not self.slots.num_free and not self._make_room(job):
+                return
+            text = job.waiting.popleft()
+            job.has_begun = True
+            self._join(job, text)
+
+    def _next_job(self) -> Job | None:
+        """Return the job whose text gets the next slot."""
+        with self._changed:
+            jobs = [job for job in self._jobs if job.waiting and not job.is_cancelled]
+        if not self.slots.num_free and self._num_aside() >= self._max_aside:
+            # Caches of texts that were put aside take memory: no new text begins in exchange for another one of them.
+            jobs = [job for job in jobs if job.waiting[0].saved is not None]
+        return min(jobs, key=self._priority, default=None)
+
+    def _num_aside(self) -> int:
+        count = 0
+        for job in [*self._jobs]:
+            count += sum(text.saved is not None for text in job.waiting)
+        return count
+
+    def _priority(self, job: Job) -> tuple[int, int, int]:
+        """Return what is compared between jobs: the least comes first."""
+        owners = [self._owners[text][0] for text in self.slots.active]
+        of_client = sum(owner.client == job.client for owner in owners)
+        return of_client, owners.count(job), job.order
+
+    def _make_room(self, job: Job) -> bool:
+        """Put aside the text of another job that has had its turn. Return False if there is none."""
+        now = time.monotonic()
+        over = [
+            text
+            for text in self.slots.active
+            if self._owners[text][0] is not job and now - self._slot_began[text] > TURN_S
+        ]
+        if not over:
+            return False
+        text = max(over, key=lambda text: (*self._priority(self._owners[text][0])[:2], now - self._slot_began[text]))
+        try:
+            self.slots.put_aside(text)
+        except Exception as error:
+            if not memory.exhausted(error):
+                raise
+            self._max_aside = self._num_aside()  # no memory for more of them
+            return False
+        owner, _ = self._owners[text]
+        del self._slot_began[text]
+        owner.waiting.append(text)
+        owner.order = next(self._order)
+        return True
+
+    def _join(self, job: Job, text: Text) -> None:
+        try:
+            tokens = self.slots.join(text)
+        except Exception as error:
+            if self.slots.is_broken:
+                self._fail_all_in_slots(error)
+            if text in self._owners:
+                self._fail(job, error)
+            return
+        self._slot_began[text] = time.monotonic()
+        self._made_progress()
+        if tokens:
+            self._hand_over(Written(text, tokens))
+
+    # Probabilities
+
+    def _score_one(self) -> None:
+        """Score the next text of the first score job, which then goes behind the others."""
+        with self._changed:
+            job = self._score_jobs.popleft() if self._score_jobs else None
+        if job is None or job.is_cancelled:
+            return
+        row = job.rows[job.next_row]
+        try:
+            if time.monotonic() > job.deadline:
+                raise WorkerError("the time of the request is over before its logprobs are made; ask for less", 503)
+            with self.slots.watched(("score", self.generator.padded(row[None, :-1]).shape)):
+                scores = self.generator.logprobs(row[None], job.top)
+        except Exception as error:
+            job.deliver(_for_client(error))
+            return
+        self._made_progress()
+        job.deliver(Scored(job.next_row, type(scores)(*(values[0] for values in scores))))
+        job.next_row += 1
+        if job.next_row < len(job.rows):
+            with self._changed:
+                self._score_jobs.append(job)
+
+
+def _for_client(error: Exception) -> Exception:
+    """Return the error that a client sees, and log what it does not see."""
+    if isinstance(error, DecodingError | WorkerError):
+        return error
+    if memory.exhausted(error):
+        terminal.note(f"error: a request ran out of memory: {one_line(str(error))[:300]}")
+        return WorkerError("the server ran out of memory; ask for less, or later", 503)
+    terminal.note(f"error: a request failed: {one_line(repr(error))[:300]}")
+    return WorkerError("the server failed; its log says how", 500)

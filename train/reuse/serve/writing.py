@@ -35,7 +35,7 @@ class StreamingText:
         ends: Collection[int],
     ) -> None:
         self._decoder = Detokenizer(tokenizer, prompt)
-        self._length = length
+        self.length = length
         self._stops = stops
         self._ends = ends
         self._held = ""
@@ -71,6 +71,14 @@ class StreamingText:
         self.text += text[:certain]
         return text[:certain]
 
+    def cut(self) -> str:
+        """End the text where it is, because its time is over. Return what was held back."""
+        text = self._held + self._decoder.finish()
+        self._held = ""
+        self.text += text
+        self.finish = "length"
+        return text
+
     def _until_end(self, ids: Sequence[int]) -> list[int]:
         """Return the tokens before the one that ends the text, and note how the text ends."""
         new = []
@@ -80,7 +88,7 @@ class StreamingText:
                 self.finish = "stop"
                 break
             new.append(int(token))
-            if self.count >= self._length:
+            if self.count >= self.length:
                 self.finish = "length"
                 break
         return new

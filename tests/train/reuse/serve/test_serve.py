@@ -28,9 +28,10 @@ from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.serve import command, worker
+from mupax.train.reuse.serve.addresses import is_local
 from mupax.train.reuse.serve.fields import request as requested
 from mupax.train.reuse.serve.probabilities import Probabilities
-from mupax.train.reuse.serve.server import Server, is_local
+from mupax.train.reuse.serve.server import Server
 from mupax.train.reuse.serve.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.source import Source
 from mupax.zoo.configs import DecoderConfig
@@ -66,7 +67,7 @@ def serving(folder: Path, tokenizer: str) -> Iterator[Server]:
     args = command.Serve(workdir=folder, port=0, tokenizer=tokenizer, chat_template=str(folder / "chat.jinja"))
     with Server(args.host, args.port) as http_server:
         http_server.service = command.opened_service(args)
-        thread = threading.Thread(target=http_server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=http_server.serve_forever)
         thread.start()
         try:
             yield http_server
@@ -124,15 +125,15 @@ def test_greedy_text_is_that_of_generate(server: Server, folder: Path, capsys: p
 
 def test_one_program_serves_a_bucket_of_lengths_and_every_sampling(server: Server) -> None:
     assert server.service is not None
-    generator = server.service._worker.generator
+    slots = server.service.worker.slots
     completion(server, max_tokens=3)
-    before = generator.compilations
+    before = slots.compilations
     for prompt in ("abcde", "abcdef", "abcdefgh"):  # one power of two
         for sampling in ({"temperature": 0}, {"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.5}):
             completion(server, prompt, max_tokens=4, **sampling)
-    assert generator.compilations == before
+    assert slots.compilations == before
     completion(server, "abc", max_tokens=2)  # Control: another power of two.
-    assert generator.compilations == before + 1
+    assert slots.compilations == before + 1
 
 
 def test_two_requests_at_once_get_what_each_gets_alone(server: Server) -> None:
@@ -242,7 +243,7 @@ def test_text_is_decoded_after_its_prompt_and_bytes_are_the_tokens_own(
     prompt, length = "hello the", 18
     with serving(folder, str(file)) as server:
         assert server.service is not None
-        generator = server.service._worker.generator
+        generator = server.service.worker.generator
         prompt_ids = tokenizer.encode([prompt.encode()])[0]
         (parts,) = zip(*generator.stream(prompt_ids, length, sampling=Sampling(0.0)), strict=True)
         ids = [*prompt_ids.tolist(), *np.concatenate(parts).tolist()]
@@ -410,7 +411,7 @@ def test_without_a_template_a_chat_is_refused_and_a_full_queue_says_so(
     assert "has no chat template" in answer["error"]["message"]
     full = worker.Worker.submit
 
-    def submit(self: worker.Worker, job: worker.Job) -> worker.Job:
+    def submit(self: worker.Worker, job: worker.Job) -> None:
         raise worker.BusyError
 
     monkeypatch.setattr(worker.Worker, "submit", submit)

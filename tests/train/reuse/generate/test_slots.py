@@ -1,0 +1,120 @@
+"""Slots: a text is bitwise the same whatever is in the other slots, and that of the generator."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
+from mupax.train.core.program import assemble
+from mupax.train.reuse.generate.decode import Generator
+from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.generate.slots import Slots, Text
+from mupax.zoo.configs import DecoderConfig
+
+SEQ_LEN = 12
+LLAMA = DecoderConfig(
+    width=24, depth=2, num_heads=6, num_kv_heads=2, mlp_ratio=1.25, vocab_size=17, seq_len=SEQ_LEN, positions="rotary",
+    norm="rmsnorm", activation="swiglu", bias=False,
+)  # fmt: skip
+MODELS = {
+    "rotary": LLAMA,
+    "learned positions, centered": DecoderConfig(
+        width=20, depth=2, num_heads=5, mlp_ratio=1.5, vocab_size=17, seq_len=SEQ_LEN, centered=True
+    ),
+    "windows and caps in a loop over layers": dataclasses.replace(
+        LLAMA,
+        window=3,
+        full_every=2,
+        attention_softcap=5.0,
+        logit_softcap=9.0,
+        depth=3,
+        compute=dataclasses.replace(LLAMA.compute, layers="scan"),
+    ),
+    "experts in bfloat16": dataclasses.replace(
+        LLAMA, experts=4, active_experts=2, expert_dim=16, compute=dataclasses.replace(LLAMA.compute, dtype="bfloat16")
+    ),
+}
+SAMPLING = Sampling(temperature=1.5, top_p=0.9)
+SAMPLINGS = (Sampling(0.0), Sampling(1.0), Sampling(0.7, None, 0.5))
+
+
+@functools.cache
+def generator_of(name: str) -> Generator:
+    config = Config(
+        recipe="tiny", model=MODELS[name], data=DataConfig(name="text:x", batch_size=1), mesh=MeshConfig(data=1), steps=1,
+        preset=PresetConfig(name="mup"),
+    )  # fmt: skip
+    program = assemble(config, jax.devices()[:1])
+    noise = np.random.default_rng(2)
+    params: Any = {}
+    for parameter, w in program.initial_state().params.items():
+        params[parameter] = w + 0.3 * noise.standard_normal(w.shape).astype(np.float32)
+    return Generator(program, params, program.step_inputs(), sampling=None)
+
+
+def text(seed: int = 7, length: int = 30, sampling: Sampling = SAMPLING) -> Text:
+    return Text(np.array([3, 1, 4, 1, 5], np.int32), length, seed, seed % 2, sampling)
+
+
+def written(slots: Slots, one: Text, most: int = 64) -> Any:
+    """The tokens of a text, and its cache when it is complete."""
+    while not one.is_complete:
+        slots.step(most)
+    slots.put_aside(one)
+    return one.written_ids, jax.tree.map(np.asarray, one.saved)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_text_is_bitwise_the_same_alone_and_among_others(name: str) -> None:
+    slots = Slots(generator_of(name), 4)
+    slots.join(alone := text())
+    tokens, cache = written(slots, alone)
+
+    neighbours = [text(seed, 25 + seed, sampling) for seed, sampling in enumerate(SAMPLINGS)]
+    for other in neighbours:
+        slots.join(other)
+    slots.step(3)
+    slots.leave(neighbours[1])
+    slots.join(late := text())  # in another slot, and while neighbours are in the middle of theirs
+    slots.join(text(9))
+    late_tokens, late_cache = written(slots, late, most=2)
+    assert late_tokens == tokens
+    for bits, late_bits in zip(jax.tree.leaves(cache), jax.tree.leaves(late_cache), strict=True):
+        if bits.ndim:  # after the context lies what other texts left
+            np.testing.assert_array_equal(
+                bits[..., : alone.context, :].view(np.uint8), late_bits[..., : late.context, :].view(np.uint8)
+            )
+    assert neighbours[0].written_ids[:5] != tokens[:5]  # Control: neighbours differ.
+
+
+def test_the_text_is_that_of_the_generator_and_the_row_counts() -> None:
+    generator = generator_of("rotary")
+    slots = Slots(generator, 3)
+    expected = [*generator.stream(text().prompt, 30, 7, sampling=SAMPLING, samples=2)]
+    rows = [Text(text().prompt, 30, 7, row, SAMPLING) for row in range(2)]
+    for row in rows:
+        slots.join(row)
+    for row in rows:
+        written(slots, row)
+    np.testing.assert_array_equal(np.concatenate(expected, axis=1), [row.written_ids for row in rows])
+    assert rows[0].written_ids != rows[1].written_ids
+
+
+def test_a_text_that_is_put_aside_goes_on_as_if_it_had_stayed() -> None:
+    slots = Slots(generator_of("rotary"), 2)
+    slots.join(stays := text())
+    tokens, _ = written(slots, stays)
+    slots.join(moved := text())
+    slots.step(4)
+    slots.put_aside(moved)
+    slots.join(other := text(1))
+    slots.step(5)
+    slots.join(moved)
+    assert written(slots, moved)[0] == tokens
+    assert slots.texts.count(other) == 1

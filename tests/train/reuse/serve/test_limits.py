@@ -1,0 +1,351 @@
+"""The server's edges: hostile requests, clients that leave, a worker that fails, and who comes first."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mupax.train.__main__ import main
+from mupax.train.config.run import PresetConfig
+from mupax.train.data.chats.templates import Template
+from mupax.train.reuse.huggingface import files
+from mupax.train.reuse.serve import bodies, command, protocol, worker
+from mupax.train.reuse.serve.logs import one_line
+from mupax.train.reuse.serve.server import Server
+from mupax.train.reuse.serve.service import Service
+from mupax.train.reuse.source import Source
+from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import definition
+
+MODEL = DecoderConfig(width=16, depth=1, num_heads=2, mlp_ratio=2, vocab_size=128, seq_len=32)
+ENDLESS = {"prompt": "ab", "max_tokens": 100_000, "temperature": 1, "seed": 1, "ignore_eos": True}
+SHORT = {"prompt": "ab", "max_tokens": 2, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("serve") / "tiny"
+    noise = np.random.default_rng(3)
+    shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
+    params: Any = {name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    files.write_imported(
+        Source(MODEL, params, dict.fromkeys(params, np.ones(())), {}, []), PresetConfig(name="sp"), folder, "a test"
+    )
+    args = command.Serve(workdir=folder, port=0, tokenizer="bytes", slots=2, max_waiting=3)
+    with Server(args.host, args.port) as http_server:
+        http_server.service = command.opened_service(args)
+        thread = threading.Thread(target=http_server.serve_forever)
+        thread.start()
+        try:
+            yield http_server
+        finally:
+            http_server.shutdown()
+            thread.join()
+            http_server.service.close()
+
+
+def service_of(server: Server) -> Service:
+    assert server.service is not None
+    return server.service
+
+
+def post(server: Server, fields: Any, path: str = "/v1/completions") -> tuple[int, Any, Any]:
+    """Status, answer and headers."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    content = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    connection.request("POST", path, content, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, json.loads(text), answer.headers
+
+
+def raw(server: Server, sent: bytes) -> bytes:
+    """Everything that comes back until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=10) as client:
+        client.sendall(sent)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := client.recv(65536):
+                received += part
+        return received
+
+
+def head(*lines: str) -> bytes:
+    words = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json", *lines]
+    return "\r\n".join([*words, "", ""]).encode()
+
+
+def until(condition: Any, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def asking(server: Server, fields: Any) -> Iterator[socket.socket]:
+    """A client that has asked and does not read; it leaves at the end."""
+    content = json.dumps(fields).encode()
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as client:
+        client.sendall(head(f"Content-Length: {len(content)}") + content)
+        yield client
+
+
+# Requests
+
+
+DEEP = b'{"prompt": "a", "stop": ' + b"[" * 900 + b"]" * 900 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "a", "temperature": 1' + b"0" * 400 + b"}", "temperature"),
+        (b'{"prompt": "a", "top_p": 1' + b"0" * 400 + b"}", "top_p"),
+        (b'{"prompt": "a", "temperature": 1e400}', "temperature"),
+        (b'{"prompt": "a", "temperature": NaN}', None),
+        (b'{"prompt": "a", "top_p": -Infinity}', None),
+        (b'{"prompt": "a", "n": 1' + b"0" * 5000 + b"}", None),
+        ({"prompt": ["a", "b"], "seed": 2**63 - 1}, "seed"),
+        ({"prompt": "a", "max_tokens": 100_001}, "max_tokens"),
+        ({"prompt": "a" * 70_000}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        (b"[" * 100_000, None),
+        (DEEP, None),
+        (b'{"prompt": "\xff\xfe"}', None),
+        (b'{"prompt": "\\ud800"}', None),
+        (b'{"stop": "\\udfff", "prompt": "a"}', None),
+        (b'{"prompt": "\xed\xa0\x80"}', None),
+        (b'{"temperature": ' + b"[" * 50 + b"]" * 50 + b"}", "temperature"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_values_that_no_request_has_are_400(server: Server, body: Any, param: str | None) -> None:
+    status, answer, headers = post(server, body)
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert headers["Connection"] is None  # the body was read: the connection may be used again
+    assert post(server, {**SHORT, "prompt": ["a", "b"], "seed": 2**63 - 2})[0] == 200  # Control.
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (head("Content-Length: 5", "Transfer-Encoding: chunked") + b"0\r\n\r\n", 400),
+        (head("Transfer-Encoding: chunked").replace(b"HTTP/1.1", b"HTTP/1.0") + b"0\r\n\r\n", 400),
+        (head("Content-Length: 5", "Content-Length: 6") + b"hello!", 400),
+        (head("Content-Length: " + "9" * 5000), 400),
+        (head("Content-Length: 99999999999"), 413),
+        (head("Content-Length: -1"), 400),
+        (head(), 411),
+        (head("X: " + "a" * 40_000), 431),
+        (head("X: " + "a" * 400_000), 431),
+        (head(*(f"X{number}: a" for number in range(4000))), 431),
+        (head().replace(b"/v1", b"/" + b"a" * 40_000), 431),
+        (b"\x16\x03\x01\x00\xa5\x01\x00", 400),
+        (b"GET /health HTTP/2.0\r\nHost: localhost\r\nConnection: close\r\n\r\n", 505),
+        (head("Transfer-Encoding: chunked") + b"zz\r\n", 400),
+        (head("Transfer-Encoding: chunked", "Connection: close") + b"2\r\n{}\r\n0\r\n\r\n", 200),
+    ],
+    ids=lambda value: repr(value)[-30:],
+)
+def test_heads_that_a_proxy_may_read_otherwise_are_refused(server: Server, sent: bytes, status: int) -> None:
+    smuggled = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    received = raw(server, sent + smuggled)
+    assert received.startswith(b"HTTP/1.1 %d " % status), received[:100]
+    assert received.count(b"HTTP/1.1 ") == 1  # the connection is closed, and what follows is no request
+    assert json.loads(received.partition(b"\r\n\r\n")[2])
+
+
+def test_bodies_are_bounded_together_and_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "LARGEST", 4000)
+    monkeypatch.setattr(bodies, "LARGEST_TOTAL", 5000)
+    assert post(server, {"prompt": "a" * 5000})[0] == 413
+    chunked = head("Transfer-Encoding: chunked", "Connection: close") + b"1388\r\n" + b"a" * 5000 + b"\r\n0\r\n\r\n"
+    assert raw(server, chunked).startswith(b"HTTP/1.1 413 ")
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as slow:
+        slow.sendall(head("Content-Length: 3900") + b"a" * 3500)
+        time.sleep(0.1)
+        status, answer, headers = post(server, {"prompt": "a" * 3000})
+        assert (status, headers["Retry-After"]) == (503, "5")
+        assert "large bodies" in answer["error"]["message"]
+        assert post(server, SHORT)[0] == 200
+    until(lambda: post(server, {"prompt": "a" * 3000})[0] == 400)  # the slow client has left
+
+
+def test_a_client_that_sends_slowly_is_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    monkeypatch.setattr(bodies, "BODY_S", 0.1)
+    assert raw(server, b"POST /v1/comple") == b""
+    assert raw(server, b"") == b""
+    assert raw(server, head("Content-Length: 100") + b"{").startswith(b"HTTP/1.1 408 ")
+
+
+def test_an_empty_template_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_of(server), "template", Template("", "empty.jinja"))
+    status, answer, _ = post(server, {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions")
+    assert (status, answer["error"]["param"]) == (400, "messages")
+
+
+def test_control_characters_do_not_reach_the_log() -> None:
+    assert one_line("a\x1b[2J\r\nb\u202e\x85é") == "a\\x1b[2J\\r\\nb\\u202e\\x85é"
+
+
+# Clients that leave, and limits
+
+
+def test_clients_that_left_block_nobody(server: Server) -> None:
+    slots = service_of(server).worker.slots
+    with contextlib.ExitStack() as clients:
+        for _ in range(2):
+            clients.enter_context(asking(server, ENDLESS))
+        until(lambda: len(slots.active) == 2)
+        for _ in range(2):  # in the queue
+            clients.enter_context(asking(server, ENDLESS))
+        until(lambda: len(service_of(server).worker._jobs) == 4)
+        clients.enter_context(asking(server, {**ENDLESS, "stream": True}))
+    until(lambda: not slots.active and not service_of(server).worker._jobs)
+    assert post(server, SHORT)[0] == 200
+
+
+def test_a_request_ends_when_its_time_is_over(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_of(server), "limits", dataclasses.replace(service_of(server).limits, max_seconds=0.3))
+    status, answer, _ = post(server, ENDLESS)
+    assert status == 200
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert 0 < answer["usage"]["completion_tokens"] < ENDLESS["max_tokens"]
+
+
+def test_a_full_queue_is_503_and_a_short_request_does_not_wait_for_long_ones(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "TURN_S", 3600.0)
+    with contextlib.ExitStack() as clients:
+        for _ in range(2):
+            clients.enter_context(asking(server, ENDLESS))
+        until(lambda: len(service_of(server).worker.slots.active) == 2)
+        for _ in range(3):
+            clients.enter_context(asking(server, ENDLESS))
+        until(lambda: len(service_of(server).worker._jobs) == 5)
+        status, _, headers = post(server, SHORT)
+        assert (status, headers["Retry-After"]) == (503, "5")
+    until(lambda: not service_of(server).worker._jobs)
+    alone = post(server, {**SHORT, "max_tokens": 40})[1]["choices"]
+    monkeypatch.setattr(worker, "TURN_S", 0.05)
+    with asking(server, ENDLESS), asking(server, ENDLESS), asking(server, ENDLESS):
+        until(lambda: len(service_of(server).worker._jobs) == 3)
+        assert post(server, {**SHORT, "max_tokens": 40})[1]["choices"] == alone
+        assert len(service_of(server).worker._jobs) == 3  # they go on
+
+
+def test_a_request_of_many_texts_leaves_slots_for_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "TURN_S", 0.05)
+    with asking(server, {**ENDLESS, "n": 8}):
+        until(lambda: len(service_of(server).worker.slots.active) == 2)
+        assert post(server, SHORT)[0] == 200
+
+
+# A worker that fails
+
+
+def failing(message: str) -> Any:
+    def program(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError(message)
+
+    return program
+
+
+@pytest.mark.parametrize("name", ["_read", "_draw", "_insert", "_step", "join", "step", "_fill_slots"])
+@pytest.mark.parametrize(("message", "status"), [("RESOURCE_EXHAUSTED: no memory", 503), ("no such thing", 500)])
+def test_a_failure_answers_its_request_and_the_worker_lives_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch, name: str, message: str, status: int
+) -> None:
+    slots = service_of(server).worker.slots
+    expected = post(server, SHORT)[1]["choices"]
+    with monkeypatch.context() as patch:
+        patch.setattr(slots if hasattr(slots, name) else service_of(server).worker, name, failing(message))
+        assert post(server, SHORT)[0] == status
+    assert post(server, SHORT)[1]["choices"] == expected
+
+
+def test_logprobs_without_memory_are_503_and_the_worker_lives_on(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(service_of(server).worker.generator, "logprobs", failing("Out of memory allocating 9 bytes"))
+        assert post(server, {**SHORT, "logprobs": 2})[0] == 503
+    assert post(server, {**SHORT, "logprobs": 2})[0] == 200
+
+
+def test_health_tells_a_stuck_and_a_dead_worker(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def health() -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        return answer.status
+
+    slots = service_of(server).worker.slots
+    going_on = threading.Event()
+    step = slots._step
+
+    def slow(*arguments: Any) -> Any:
+        going_on.wait(20)
+        return step(*arguments)
+
+    monkeypatch.setattr(worker, "STALL_S", 0.1)
+    monkeypatch.setattr(slots, "longest_call_s", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "_step", slow)
+        with asking(server, SHORT):
+            until(lambda: health() == 503)
+            patch.setattr(slots, "compiling", True)
+            assert health() == 200
+            patch.setattr(slots, "compiling", False)
+            going_on.set()
+            until(lambda: health() == 200)
+
+    def die() -> None:
+        raise SystemExit
+
+    dying = worker.Worker(service_of(server).worker.generator, 1, 1)
+    monkeypatch.setattr(dying, "_turn", die)
+    monkeypatch.setattr(service_of(server), "worker", dying)
+    assert health() == 200
+    status, answer, _ = post(server, SHORT)
+    assert (status, answer["error"]["type"]) == (503, "server_error")
+    until(lambda: health() == 503)
+    assert post(server, SHORT)[0] == 503
+
+
+# The command
+
+
+def test_without_the_extra_one_line_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    assert main(["serve", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "pip install 'mupax[serve]'" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words", ["--slots 0", "--max-tokens 0", "--max-seconds nan", "--max-seconds 0", "--max-waiting 0"]
+)
+def test_limits_out_of_range_are_refused(tmp_path: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(tmp_path), *words.split()]) == 2
+    assert words.split()[0] in capsys.readouterr().err
