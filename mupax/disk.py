@@ -142,7 +142,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.partial")
     try:
         content = content.encode() if isinstance(content, str) else content
-        if is_remote(path):  # an object is there when all of it is
+        # An object is there when all of it is; a pipe or /dev/stdout has nothing to be replaced.
+        if is_remote(path) or (path.exists() and not path.is_file()):
             path.write_bytes(content)
             return
         with temporary.open("wb") as file:

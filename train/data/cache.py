@@ -168,6 +168,17 @@ def write_json(path: Path, value: Any) -> None:
     part.replace(path)
 
 
+def delete_incomplete(data_set: Path) -> None:
+    """Delete what killed preparations of a data set have left beside it. The caller holds the data set's lock.
+
+    Args:
+        data_set: folder of the data set's version, beside which TFDS writes `VERSION.incompleteXXXXXX`.
+    """
+    for name in disk.names(data_set.parent):
+        if name.startswith(f"{data_set.name}.incomplete"):
+            remove_tree(data_set.parent / name)
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """The JSON object in a file; None when there is no file, or no whole object in it."""
     with contextlib.suppress(disk.JsonError):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 
 if TYPE_CHECKING:
     from mupax.train.data.sources.training_texts import TrainingTexts
@@ -55,13 +54,11 @@ class TrainTokenizer:
         if first is None:
             raise DataError(f"{' '.join(self.sources)} has no text to train on; give more of it")
         library = named_tokenizers.train_bpe(itertools.chain([first], documents), self.size, texts.special)
-        part = file.with_name(f"{file.name}.{os.getpid()}.part")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            library.save(str(part))
-            part.replace(file)
-        except Exception as error:  # the library raises bare Exception
+        except OSError as error:
             raise DataError(f"cannot write --out {file}: {error}") from error
+        disk.write_whole(file, library.to_str(pretty=True))
         encoder = Subwords(file)
         special = ", ".join(dict.fromkeys((SEPARATOR, *texts.special)))
         terminal.say(f"{file} has {encoder.vocab_size:,} tokens, of which {special} stand for no text")

@@ -112,7 +112,7 @@ def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monke
         unlink(self, **how)
 
     monkeypatch.setattr(type(saved), "unlink", noted)
-    monkeypatch.setattr("mupax.train.checkpoints.layout.remove_tree", lambda path: gone.append(path.name))
+    monkeypatch.setattr("mupax.train.checkpoints.layout.delete_tree", lambda path: gone.append(path.name))
     with Checkpoints(saved, 2) as checkpoints:
         gone.clear()
         checkpoints.layout.delete(3)

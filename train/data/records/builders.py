@@ -142,6 +142,7 @@ def embedded(
             builder, ready = opened()  # another process may have prepared it while this one waited
             if not ready:
                 note(f"preparing {builder.name} in {builder.data_path}")
+                cache.delete_incomplete(Path(builder.data_path))
                 with quiet():
                     builder.download_and_prepare(file_format="array_record")
     return builder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     """A folder, and the names of its files that are to be sent."""
+    from mupax.train.checkpoints.making import scratch
     from mupax.train.reuse.huggingface import licences
     from mupax.train.reuse.huggingface.command import exported
     from mupax.train.reuse.outline import MODEL, WeightsError, opened
@@ -99,8 +99,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
             raise WeightsError(f"{folder} has config.json and no safetensors")
         yield folder, [name for name in names if not name.startswith(".")]
         return
-    with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
-        target = Path(out)
+    with scratch() as target:
         licence, name = args.licence and licences.identifier(args.licence), args.to.partition("/")[2]
         _, notes = exported(
             args.path,

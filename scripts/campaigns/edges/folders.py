@@ -1,0 +1,575 @@
+"""Commands that make a folder, killed at chosen operations or on a full disk, on a disk and in a bucket.
+
+A command is killed at one operation on the files below the folder's parent (`scripts/campaigns/injection/faults.c`), or at one request
+to its bucket (`object_faults.py`). Then a command that reads the folder must refuse it, unless it is complete, and the same command
+must make what it makes when nobody disturbs it, and leave nothing else. Commands run in processes that are forked from a worker,
+`python -m scripts.campaigns.edges.folders --worker FOLDER`, which has everything imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.campaigns import tiny_runs, workers
+from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
+from scripts.campaigns.injection import shim
+from scripts.campaigns.injection.object_faults import Bucket
+
+MODULE = "scripts.campaigns.edges.folders"
+DISK_KINDS = ("mkdir", "open", "write", "pwrite", "fsync", "rename", "unlink")
+BUCKET_KINDS = ("upload", "delete")
+MOMENTS = ("killed", "killed after")
+SHARES = (0.0, 0.4, 0.8)
+"""Which operation of a kind is disturbed, as a share of all of that kind."""
+FULL_KINDS = ("mkdir", "open", "write", "pwrite", "fsync")
+ALWAYS = 10**9
+"""Operations that fail on a disk that stays full."""
+MODEL = (
+    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-batch-size 32 "
+    "--data.eval-examples 64 --optimizer.warmup-steps 2 --log.no-samples --log.no-tensorboard"
+)
+SWEEP = f"train sweep lm-tiny --data.name text:{{text}} {MODEL} --steps 6 --lr 1e-3,2e-3 --out {{out}}"
+OWN_TRACES = (".making", ".mupax-making", ".partial", "incomplete", ".part")
+"""Endings and parts of names that only an unfinished command has in a folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """A command that makes a folder or a file.
+
+    Attributes:
+        words: its command line; {out}, {source}, {text} and {place} stand for paths.
+        reader: words of a command that reads what was made, and must refuse a half of it; empty for a file.
+        in_bucket: whether the command writes to gs://.
+        empty: whether it is also tried with a folder that is there and empty.
+        out: name of what it makes, in the folder that is watched.
+    """
+
+    words: str
+    reader: str = ""
+    in_bucket: bool = True
+    empty: bool = True
+    out: str = "out"
+
+
+MAKERS = {
+    "grow": Maker("train grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}", "train --resume --workdir {out}"),
+    "convert": Maker("train convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"),
+    "export": Maker("zoo export {source}/run --out {out}", "zoo import {out} --out {other}"),
+    "import": Maker("zoo import {source}/hf --preset mup --out {out}", "zoo export {out} --out {other}"),
+    "tokenizer": Maker("data tokenizer text:{text} --size 300 --out {out}", in_bucket=False, empty=False, out="tokenizer.json"),
+    "prepare text": Maker("data prepare text:{text} --tokenizer bpe:300", in_bucket=False, empty=False, out="data"),
+    "prepare digits": Maker("data prepare digits --data-dir {out}", in_bucket=False, empty=False),
+    "sweep": Maker(SWEEP, in_bucket=False, empty=False),
+}  # fmt: skip
+
+
+class Lab:
+    """What trials share: the worker, a bucket, and a trained run. All are made when the first trial needs them.
+
+    Args:
+        folder: holds it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.controls: dict[str, tuple[dict[str, Any], dict[str, int]]] = {}
+
+    @functools.cached_property
+    def bucket(self) -> Bucket:
+        """An emulated bucket, whose every request can be disturbed."""
+        bucket = Bucket()
+        atexit.register(bucket.__exit__)
+        return bucket.__enter__()
+
+    @functools.cached_property
+    def control(self) -> shim.Control:
+        """The memory by which operations of the worker's children are disturbed."""
+        library = shim.compiled(self.folder)
+        if library is None:
+            raise SystemExit("no C compiler (cc) is installed; the campaign needs one")
+        return shim.Control(self.folder / "control", library)
+
+    @functools.cached_property
+    def worker(self) -> workers.Worker:
+        """The process from which commands are forked."""
+        environ = {**self.control.environ, **self.bucket.environ, "TMPDIR": str(self.folder / "tmp")}
+        (self.folder / "tmp").mkdir()
+        worker = workers.Worker(MODULE, self.folder / "worker", environ)
+        atexit.register(worker.end)
+        return worker
+
+    @functools.cached_property
+    def source(self) -> Path:
+        """A folder with a trained run, and its export as Hugging Face has it."""
+        tiny_runs.write_text(self.folder)
+        train = f"train lm-tiny --data.name text:{self.text} {MODEL} --steps 16 --workdir {self.folder}/run"
+        for words in (train, f"zoo export {self.folder}/run --out {self.folder}/hf"):
+            ended = self.run(words.split(), {})
+            if ended.code != 0:
+                raise SystemExit(f"{words} fails by itself:\n{ended.output[-2000:]}")
+        return self.folder
+
+    @property
+    def text(self) -> Path:
+        """A small text."""
+        return self.folder / "text.txt"
+
+    def run(self, words: Sequence[str], environ: dict[str, str], *, victim: bool = False) -> Ended:
+        """Run one command to its end.
+
+        Args:
+            words: the command line without `mupax`.
+            environ: variables in addition to the worker's.
+            victim: whether the bucket kills it at the armed request.
+        """
+        began = time.monotonic()
+        pid = self.worker.ask({"start": list(words), "environ": environ}, BOUND_S)
+        if pid is None:
+            return Ended(None, "the worker did not start the command", time.monotonic() - began)
+        if victim:
+            self.bucket.victim(pid)
+        answer = self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S)
+        code, output = answer if answer is not None else (None, "")
+        return Ended(code, output, time.monotonic() - began)
+
+    def made(self, maker: Maker, out: str) -> dict[str, Any]:
+        """Return what a command has made, without what may differ: digests of files or of a checkpoint's arrays."""
+        return self.worker.ask({"made": out, "kind": maker.words.split()[1]}, 2 * BOUND_S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One command in a folder of its own.
+
+    Attributes:
+        lab: what trials share.
+        maker: the command.
+        folder: of the trial.
+        out: where the command writes.
+        environ: variables of the command.
+    """
+
+    lab: Lab
+    maker: Maker
+    folder: Path
+    out: str
+    environ: dict[str, str]
+
+    def words(self, text: str, out: str | None = None) -> list[str]:
+        """Return the words of a command line."""
+        places = {
+            "out": out or self.out,
+            "source": self.lab.source,
+            "text": self.lab.text,
+            "other": self.folder / "other",
+        }
+        return [word.format(**places) for word in text.split()]
+
+    def run(self, *, victim: bool = False) -> Ended:
+        """Run the command."""
+        return self.lab.run(self.words(self.maker.words), self.environ, victim=victim)
+
+
+def attempt(lab: Lab, maker: Maker, folder: Path, *, bucket: bool = False, empty: bool = False) -> Attempt:
+    """Return a command whose files lie in `folder/place`, or in the bucket."""
+    place = folder / "place"
+    place.mkdir()
+    out = f"gs://bucket/{folder.name}/{maker.out}" if bucket else str(place / maker.out)
+    if empty:
+        (place / maker.out).mkdir()
+    environ = {"MUPAX_DATA": str(place / "data" if maker.out == "data" else lab.folder / "data")}
+    return Attempt(lab, maker, folder, out, environ)
+
+
+def undisturbed(
+    lab: Lab, name: str, *, bucket: bool = False, empty: bool = False
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return what a command makes when nobody disturbs it, and its operations by kind."""
+    key = f"{name} {bucket} {empty}"
+    if key not in lab.controls:
+        folder = lab.folder / f"control-{len(lab.controls)}"
+        folder.mkdir()
+        tried = attempt(lab, MAKERS[name], folder, bucket=bucket, empty=empty)
+        tried.words(tried.maker.words)  # the source is made before operations are counted
+        if bucket:
+            lab.bucket.watch("")
+        else:
+            lab.control.watch(folder / "place")
+        ended = tried.run()
+        calls = lab.bucket.calls() if bucket else lab.control.calls()
+        lab.control.watch(None)
+        if ended.code != 0:
+            raise SystemExit(f"{name} fails by itself: {ended.output[-2000:]}")
+        lab.controls[key] = lab.made(tried.maker, tried.out), calls
+    return lab.controls[key]
+
+
+def killed(
+    lab: Lab,
+    name: str,
+    kind: str,
+    moment: str,
+    share: float,
+    folder: Path,
+    *,
+    bucket: bool = False,
+    empty: bool = False,
+) -> Outcome:
+    """Kill a command at an operation, read what is left, and write the command again."""
+    expected, calls = undisturbed(lab, name, bucket=bucket, empty=empty)
+    if not calls[kind]:
+        return Outcome("ok", f"the command has no {kind} there")
+    tried = attempt(lab, MAKERS[name], folder, bucket=bucket, empty=empty)
+    number = min(int(share * calls[kind]), calls[kind] - 1)
+    if bucket:
+        lab.bucket.watch("")
+        lab.bucket.arm(kind, moment, number)
+    else:
+        lab.control.watch(folder / "place")
+        lab.control.arm(kind, moment, number)
+    first = tried.run(victim=bucket)
+    fired = lab.bucket.fired if bucket else lab.control.fired
+    lab.bucket.watch("") if bucket else lab.control.watch(None)
+    if not fired:
+        return (
+            Outcome("ok", f"ended before {kind} {number}: exit {first.code}") if first.code == 0 else judge(first, [0])
+        )
+    if first.code != -signal.SIGKILL:
+        return judge(first, [-signal.SIGKILL])
+    read = reading(tried, expected)
+    if read.verdict != "ok":
+        return read
+    return again(tried, expected, f"{kind} {number} of {calls[kind]}; {read.detail}")
+
+
+def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
+    """Judge what a reader makes of the folder of a killed command: it refuses a half, and accepts only what is complete."""
+    if not tried.maker.reader:
+        return Outcome("ok", "no reader")
+    local = Path(tried.out)
+    copied = None
+    if "://" not in tried.out:
+        if (local / "model.safetensors").exists():
+            half = lonely_weights(local)
+            if half:
+                return Outcome("wrong", half)
+        shutil.copytree(tried.folder / "place", tried.folder / "seen")
+        copied = str(tried.folder / "seen" / tried.maker.out)
+    is_run = tried.maker.reader.startswith("train")
+    if copied is None and is_run:
+        # A run that goes on would change the only copy.
+        words = [*tried.words("train checkpoints {out}")]
+    else:
+        words = tried.words(tried.maker.reader, copied)
+    ended = tried.lab.run(words, tried.environ)
+    shutil.rmtree(tried.folder / "other", ignore_errors=True)
+    if ended.code == 0 and is_run and copied is not None and "resuming" not in ended.output:
+        return Outcome("silent", f"trained from nothing: {ended.output[-200:]}")
+    if ended.code == 0 and tried.lab.made(tried.maker, tried.out) != expected:
+        return Outcome("silent", "a half was read as if it were complete")
+    outcome = judge(ended, [0, 2])
+    if ended.code == 2 and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1:
+        return Outcome("wrong", f"refused without one line: {ended.output[-200:]}")
+    return dataclasses.replace(outcome, detail="complete" if ended.code == 0 else "refused")
+
+
+def lonely_weights(folder: Path) -> str:
+    """Return what is wrong with weights that other programs would read, which have their final name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        safe_open(folder / "model.safetensors", framework="np")
+    except SafetensorError as error:
+        return f"model.safetensors is half written: {error}"
+    return ""
+
+
+def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
+    """Write the same command again, and compare what it makes with the control."""
+    second = tried.run()
+    # The command may have been killed when all was done.
+    complete = second.code == 2 and "is complete: this command has made it" in second.output
+    outcome = judge(second, [2] if complete else [0])
+    if outcome.verdict != "ok":
+        return outcome
+    made = tried.lab.made(tried.maker, tried.out)
+    if made != expected:
+        names = sorted(name for name in made.keys() | expected.keys() if made.get(name) != expected.get(name))
+        return Outcome("lost", f"{detail}: differs in {names[:6]}")
+    traces = left_over(tried)
+    if traces:
+        return Outcome("wrong", f"{detail}: left {traces[:4]}")
+    return Outcome("ok", detail)
+
+
+def left_over(tried: Attempt) -> list[str]:
+    """Return names that only an unfinished command has, below the watched folder."""
+    names = [path.name for path in (tried.folder / "place").rglob("*")]
+    return sorted(name for name in names if any(trace in name for trace in OWN_TRACES))
+
+
+def full(lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: bool = False) -> Outcome:
+    """Let the disk be full from an operation on, then write the command again on a disk with room."""
+    expected, calls = undisturbed(lab, name, empty=empty)
+    if not calls[kind]:
+        return Outcome("ok", f"the command has no {kind} there")
+    tried = attempt(lab, MAKERS[name], folder, empty=empty)
+    number = min(int(share * calls[kind]), calls[kind] - 1)
+    lab.control.watch(folder / "place")
+    lab.control.arm(kind, "ENOSPC", number, ALWAYS)
+    first = tried.run()
+    lab.control.watch(None)
+    if first.code == 0 and lab.made(tried.maker, tried.out) == expected:
+        return Outcome("ok", f"{kind} from {number} of {calls[kind]} is not needed")
+    outcome = judge(first, [1])
+    if outcome.verdict != "ok":
+        return outcome
+    if "space" not in first.output.lower():
+        return Outcome("wrong", f"no line about the full disk: {outcome.detail}")
+    if tried.maker.reader and left_of_failed(tried):
+        return Outcome("wrong", f"a command that failed left {left_of_failed(tried)[:4]}")
+    return again(tried, expected, f"{kind} from {number} of {calls[kind]}")
+
+
+def left_of_failed(tried: Attempt) -> list[str]:
+    """Return what a command has left that has said why it failed; the folder that was there before is none of it."""
+    return [path.name for path in (tried.folder / "place").rglob("*") if str(path) != tried.out]
+
+
+def really_full(lab: Lab, name: str, share: float, folder: Path) -> Outcome:
+    """Run a command on a small file system of its own, which is full before the command is done."""
+    if os.getuid() != 0:
+        return Outcome("ok", "not tried: only root can mount a file system")
+    expected, _ = undisturbed(lab, name)
+    size = sum(file.stat().st_size for file in lab.folder.glob("control-*/place/out/**/*") if file.is_file()) // 4
+    place = folder / "place"
+    place.mkdir()
+    bytes_free = max(16384, int(share * size))
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={bytes_free}", "tmpfs", str(place)], check=True)
+    try:
+        tried = Attempt(lab, MAKERS[name], folder, str(place / "out"), {"MUPAX_DATA": str(lab.folder / "data")})
+        first = tried.run()
+        if first.code == 0:
+            return Outcome("ok", f"{bytes_free} bytes are enough")
+        outcome = judge(first, [1])
+        if outcome.verdict == "ok" and left_of_failed(tried):
+            return Outcome("wrong", f"a command that failed left {left_of_failed(tried)[:4]}")
+        subprocess.run(["mount", "-o", "remount,size=64m", str(place)], check=True)
+        return again(tried, expected, f"full at {bytes_free} bytes") if outcome.verdict == "ok" else outcome
+    finally:
+        subprocess.run(["umount", str(place)], check=False)
+
+
+def someone_elses(lab: Lab, name: str, folder: Path) -> Outcome:
+    """Put a file into the folder of a killed command: the command must refuse to delete it."""
+    _, calls = undisturbed(lab, name, empty=True)
+    tried = attempt(lab, MAKERS[name], folder, empty=True)
+    lab.control.watch(folder / "place")
+    lab.control.arm("fsync", "killed", calls["fsync"] // 2)
+    tried.run()
+    lab.control.watch(None)
+    own = Path(tried.out) / "my-notes.txt"
+    own.write_text("keep me")
+    second = tried.run()
+    if not own.exists() or own.read_text() != "keep me":
+        return Outcome("lost", "a file that the command did not make is gone")
+    return judge(second, [2])
+
+
+def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
+    """Start the command while the same command is stopped in the middle: the second is refused, the first one goes on."""
+    expected, calls = undisturbed(lab, name)
+    tried = attempt(lab, MAKERS[name], folder)
+    lab.control.watch(folder / "place")
+    lab.control.arm("fsync", "slow", calls["fsync"] - 1, milliseconds=15000)
+    words = tried.words(tried.maker.words)
+    pid = lab.worker.ask({"start": words, "environ": tried.environ}, BOUND_S)
+    lab.worker.ask({"go": pid}, BOUND_S)
+    until = time.monotonic() + BOUND_S
+    while not lab.control.fired and time.monotonic() < until:
+        time.sleep(0.05)
+    second = tried.run()
+    code, output = lab.worker.ask({"wait": pid, "seconds": 2 * BOUND_S}, 3 * BOUND_S)
+    lab.control.watch(None)
+    if code != 0:
+        return Outcome("wrong", f"the first command was disturbed: exit {code}: {output[-200:]}")
+    if lab.made(tried.maker, tried.out) != expected:
+        return Outcome("lost", "the first command made something else")
+    return judge(second, [2])
+
+
+def trials(shared: Path, seed: int) -> list[Trial]:
+    """Return all trials: kills on a disk and in a bucket, full disks, somebody else's files, two commands at once."""
+    lab = Lab(shared)
+    found: list[Trial] = []
+
+    def add(group: str, name: str, run: Callable[[Path], Outcome]) -> None:
+        found.append(Trial(name, group, run))
+
+    for name, maker in MAKERS.items():
+        for index, kind in enumerate(DISK_KINDS):
+            for moment in MOMENTS:
+                share = SHARES[(index + MOMENTS.index(moment) + seed) % len(SHARES)]
+                call = functools.partial(killed, lab, name, kind, moment, share)
+                add(name, f"{name}: {moment} {kind} at {share:.0%}", call)
+                if maker.empty and kind in ("write", "rename", "fsync"):
+                    call = functools.partial(killed, lab, name, kind, moment, share, empty=True)
+                    add(name, f"{name} into an empty folder: {moment} {kind} at {share:.0%}", call)
+        call = functools.partial(killed, lab, name, "rename", "killed after", 0.999)
+        add(name, f"{name}: killed after the last rename", call)
+        for index, kind in enumerate(FULL_KINDS):
+            share = SHARES[(index + 1) % len(SHARES)]
+            add(name, f"{name}: full disk from {kind} at {share:.0%}", functools.partial(full, lab, name, kind, share))
+        if maker.in_bucket:
+            for kind in BUCKET_KINDS:
+                for moment in MOMENTS:
+                    for share in (0.0, 0.5, 0.999):
+                        call = functools.partial(killed, lab, name, kind, moment, share, bucket=True)
+                        add(f"{name} in a bucket", f"{name} in a bucket: {moment} {kind} at {share:.0%}", call)
+        if maker.empty:
+            for share in (0.3, 0.8):
+                call = functools.partial(really_full, lab, name, share)
+                add(name, f"{name}: a file system of {share:.0%} of its size", call)
+            add(name, f"{name}: a file of somebody else in the way", functools.partial(someone_elses, lab, name))
+            add(name, f"{name}: twice at once", functools.partial(while_another_makes, lab, name))
+    return found
+
+
+class Commands:
+    """The worker's side: commands as children that are forked and stopped until somebody lets them go.
+
+    Args:
+        folder: for what they print.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def answer(self, question: dict[str, Any]) -> Any:
+        """Do what the campaign asks: start, go, wait, or say what was made."""
+        if "start" in question:
+            return self._start(question["start"], question["environ"])
+        if "go" in question:
+            os.kill(question["go"], signal.SIGCONT)
+            return True
+        if "made" in question:
+            return _apart(lambda: _made(question["made"], question["kind"]))
+        return self._wait(question["wait"], question["seconds"])
+
+    def _start(self, words: list[str], environ: dict[str, str]) -> int:
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, os.WUNTRACED)
+            return pid
+        log = os.open(self._folder / f"{os.getpid()}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ |= environ
+        os.kill(os.getpid(), signal.SIGSTOP)
+        code = 1
+        try:
+            from mupax.__main__ import main
+
+            code = main(words)
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
+
+    def _wait(self, pid: int, seconds: float) -> tuple[int | None, str]:
+        os.kill(pid, signal.SIGCONT)
+        until = time.monotonic() + seconds
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                code: int | None = os.waitstatus_to_exitcode(status)
+                break
+            if time.monotonic() > until:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                code = None
+                break
+            time.sleep(0.02)
+        log = self._folder / f"{pid}.out"
+        output = log.read_text(errors="replace")
+        log.unlink()
+        return code, output
+
+
+def _apart(function: Callable[[], Any]) -> Any:
+    """Return what a function returns in a process of its own: a bucket is read by threads, which no fork may have before it."""
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        with os.fdopen(writer, "w") as out:
+            json.dump(function(), out)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        content = answer.read()
+    os.wait()
+    return json.loads(content)
+
+
+def _made(out: str, kind: str) -> dict[str, Any]:
+    """Return digests of what a command has made, without times, names of runs and paths."""
+    from mupax.folders import MARK
+    from mupax.paths import path_of
+    from mupax.train.checkpoints.folder import steps, verified
+
+    path = path_of(out)
+    if kind in ("grow", "convert"):
+        saved = steps(path / "checkpoints")
+        record = json.loads((path / "config.json").read_bytes())
+        config = {name: value for name, value in record["config"].items() if name != "workdir"}
+        arrays = {str(step): verified(path / "checkpoints" / str(step)).arrays for step in saved}
+        return json.loads(json.dumps({"config": config, "arrays": arrays}))
+    if kind == "sweep":
+        points = json.loads((path / "sweep.json").read_bytes())["points"]
+        return {point["key"]: [point["loss"], point["eval_loss"], point["curve"]] for point in points}
+    if path.is_file():
+        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()}
+    files = [
+        file for file in path.rglob("*") if file.is_file() and file.name != MARK and not file.name.endswith(".lock")
+    ]
+    names = {str(file).removeprefix(str(path)): file for file in files}
+    return {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}
+
+
+def serve(folder: Path) -> None:
+    """Answer the campaign's questions, with everything imported that commands import."""
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "jax")
+    os.environ["MUPAX_HOME"] = str(folder / "home")
+    with tiny_runs.prepared(folder):
+        import gcsfs  # noqa: F401
+        import tensorflow_datasets  # noqa: F401
+
+        import mupax.buckets
+        import mupax.train.reuse.forms
+        import mupax.train.reuse.grow.grow
+        import mupax.train.reuse.huggingface.command
+        import mupax.train.studies.sweep.sweep  # noqa: F401
+
+        workers.serve(Commands(folder).answer)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[sys.argv.index("--worker") + 1]))
