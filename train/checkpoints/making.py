@@ -147,14 +147,24 @@ def _made_here(out: Path, command: Sequence[str]) -> Iterator[Path]:
                 folders.write_mark(staging, command, complete=True)
                 _rename(staging, out, command)
         except BaseException:
-            with contextlib.suppress(OSError, MupaxError):
-                _delete_half(out)
-                _delete_temporary(staging, out)
-                remove_tree(locked / LOCK)
-                staging.rmdir()
+            _clean_up(staging, out, locked)
             raise
         remove_tree(staging)
         (out / LOCK).unlink(missing_ok=True)
+
+
+def _clean_up(staging: Path, out: Path, locked: Path) -> None:
+    """Delete what a command has made that fails. What cannot be deleted is deleted by the next command."""
+    for pause in (0.0, 0.2, 1.0):  # threads of a library may write a little longer
+        time.sleep(pause)
+        with contextlib.suppress(OSError, MupaxError):
+            _delete_temporary(staging, out)
+            _delete_half(out)
+        if disk.names(staging) in ([], [LOCK]):
+            break
+    with contextlib.suppress(OSError):
+        remove_tree(locked / LOCK)
+        staging.rmdir()
 
 
 @contextlib.contextmanager
@@ -215,8 +225,12 @@ def _delete_temporary(staging: Path, out: Path) -> None:
     marks = [folder / MARK for folder in (staging, out)]
     if all(disk.status(mark) is None for mark in marks) and any(name != _HALF_MARK for name in names):
         raise OutError(f"{staging} is where --out {out} is to be made, and holds {names[0]}; move it away")
-    for name in sorted(names, key=lambda name: name == MARK):
-        remove_tree(staging / name)
+    for name in names:
+        if name != MARK:
+            remove_tree(staging / name)
+    # The mark goes last: it says that the folder was made by a command.
+    if [name for name in disk.names(staging) if name not in (LOCK, MARK)] == []:
+        remove_tree(staging / MARK)
 
 
 def _delete_half(out: Path) -> None:

@@ -35,7 +35,7 @@ BUCKET_KINDS = ("upload", "delete")
 MOMENTS = ("killed", "killed after")
 SHARES = (0.0, 0.4, 0.8)
 """Which operation of a kind is disturbed, as a share of all of that kind."""
-FULL_KINDS = ("mkdir", "open", "write", "pwrite", "fsync")
+FULL_KINDS = ("mkdir", "write", "pwrite", "fsync", "rename")
 ALWAYS = 10**9
 """Operations that fail on a disk that stays full."""
 MODEL = (
