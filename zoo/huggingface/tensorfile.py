@@ -138,6 +138,20 @@ def files_of_index(index: Path) -> dict[str, list[str]]:
     return parts
 
 
+def check_whole(folder: Path) -> None:
+    """Refuse a folder of weights that lacks a part, or whose parts are not as long as their headers say.
+
+    Raises:
+        TensorFileError, JsonError: the text names the file.
+    """
+    parts = list(files_of_index(folder / INDEX)) if (folder / INDEX).is_file() else []
+    missing = [part for part in parts if not (folder / part).is_file()]
+    if missing:
+        raise TensorFileError(f"{folder}: {INDEX} names {missing[0]}, which is not there; bring it back")
+    for file in sorted(folder.glob("*.safetensors")):
+        _opened(file)
+
+
 def write_tensors(
     folder: Path,
     arrays: Iterable[tuple[str, np.ndarray]],

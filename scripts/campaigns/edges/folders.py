@@ -12,8 +12,10 @@ import atexit
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -24,18 +26,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mupax.train.checkpoints.making import LOCK
 from scripts.campaigns import tiny_runs, workers
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
 from scripts.campaigns.injection import shim
+from scripts.campaigns.injection.emulator import free_port
 from scripts.campaigns.injection.object_faults import Bucket
 
 MODULE = "scripts.campaigns.edges.folders"
-DISK_KINDS = ("mkdir", "open", "write", "pwrite", "fsync", "rename", "unlink")
+DISK_KINDS = ("mkdir", "open", "write", "fsync", "rename", "unlink")
 BUCKET_KINDS = ("upload", "delete")
 MOMENTS = ("killed", "killed after")
 SHARES = (0.0, 0.4, 0.8)
 """Which operation of a kind is disturbed, as a share of all of that kind."""
-FULL_KINDS = ("mkdir", "write", "pwrite", "fsync", "rename")
+FULL_KINDS = ("mkdir", "write", "fsync", "rename")
 ALWAYS = 10**9
 """Operations that fail on a disk that stays full."""
 MODEL = (
@@ -67,14 +71,14 @@ class Maker:
 
 
 MAKERS = {
-    "grow": Maker("train grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}", "train --resume --workdir {out}"),
-    "convert": Maker("train convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"),
     "export": Maker("zoo export {source}/run --out {out}", "zoo import {out} --out {other}"),
     "import": Maker("zoo import {source}/hf --preset mup --out {out}", "zoo export {out} --out {other}"),
     "tokenizer": Maker("data tokenizer text:{text} --size 300 --out {out}", in_bucket=False, empty=False, out="tokenizer.json"),
     "prepare text": Maker("data prepare text:{text} --tokenizer bpe:300", in_bucket=False, empty=False, out="data"),
     "prepare digits": Maker("data prepare digits --data-dir {out}", in_bucket=False, empty=False),
     "sweep": Maker(SWEEP, in_bucket=False, empty=False),
+    "convert": Maker("train convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"),
+    "grow": Maker("train grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}", "train --resume --workdir {out}"),
 }  # fmt: skip
 
 
@@ -146,6 +150,19 @@ class Lab:
         answer = self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S)
         code, output = answer if answer is not None else (None, "")
         return Ended(code, output, time.monotonic() - began)
+
+    def run_together(self, words: Sequence[str], processes: int) -> list[Ended]:
+        """Run one command as several processes of one run, and return how each ended."""
+        began = time.monotonic()
+        joined = f"--distributed.coordinator localhost:{free_port()} --distributed.processes {processes}".split()
+        pids: list[int] = []
+        for index in range(processes):
+            question = {"start": [*words, *joined, "--distributed.process", str(index)], "environ": {}}
+            pids.append(self.worker.ask(question, BOUND_S))
+        for pid in pids:
+            self.worker.ask({"go": pid}, BOUND_S)
+        answers = [self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S) for pid in pids]
+        return [Ended(code, output, time.monotonic() - began) for code, output in answers]
 
     def made(self, maker: Maker, out: str) -> dict[str, Any]:
         """Return what a command has made, without what may differ: digests of files or of a checkpoint's arrays."""
@@ -280,7 +297,9 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
     shutil.rmtree(tried.folder / "other", ignore_errors=True)
     if ended.code == 0 and is_run and copied is not None and "resuming" not in ended.output:
         return Outcome("silent", f"trained from nothing: {ended.output[-200:]}")
-    if ended.code == 0 and tried.lab.made(tried.maker, tried.out) != expected:
+    made = tried.lab.made(tried.maker, tried.out) if ended.code == 0 else expected
+    made.pop(f"/{LOCK}", None)  # the folder was complete, and the kill came in the last moment
+    if made != expected:
         return Outcome("silent", "a half was read as if it were complete")
     outcome = judge(ended, [0, 2])
     if ended.code == 2 and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1:
@@ -413,40 +432,126 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
     return judge(second, [2])
 
 
+def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
+    """Train on a disk that deletes nothing: every checkpoint is saved, and one line says what cannot be deleted."""
+    place = folder / "place"
+    place.mkdir()
+    words = (
+        f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 16 --checkpoint.every-steps 2 --workdir {place}/out"
+    )
+    lab.source  # noqa: B018  the text is there from here on
+    lab.control.watch(place / "out" / "checkpoints" / "2.deleting")
+    lab.control.arm("unlink", "EACCES", 0, ALWAYS)
+    if processes == 1:
+        ended = [lab.run(words.split(), {})]
+    else:
+        ended = lab.run_together(words.split(), processes)
+    fired = lab.control.fired
+    lab.control.watch(None)
+    for one in ended:
+        outcome = judge(one, [0])
+        if outcome.verdict != "ok":
+            return outcome
+    if not fired:
+        return Outcome("wrong", "nothing was to be deleted")
+    told = ended[0].output.count("cannot be deleted")
+    if told != 1 or "could not be saved" in ended[0].output:
+        return Outcome("wrong", f"said {told} times that something cannot be deleted: {ended[0].output[-200:]}")
+    made = lab.worker.ask({"made": f"{place}/out", "kind": "grow"}, BOUND_S)
+    if (
+        made["arrays"].get("16")
+        != lab.worker.ask({"made": f"{lab.folder}/run", "kind": "grow"}, BOUND_S)["arrays"]["16"]
+    ):
+        return Outcome("lost", "the last checkpoint is not that of an undisturbed run")
+    return Outcome("ok", f"{fired} deletions failed, the last checkpoint is whole")
+
+
+def listed_while_saved(lab: Lab, folder: Path) -> Outcome:
+    """List the checkpoints of a run in a bucket again and again while it saves: none is damaged."""
+    lab.source  # noqa: B018  the text is there from here on
+    lab.bucket.watch("")
+    out = f"gs://bucket/{folder.name}/out"
+    words = f"train lm-tiny --data.name text:{lab.text} {MODEL} --steps 12 --checkpoint.every-steps 1 --workdir {out}"
+    pid = lab.worker.ask({"start": words.split(), "environ": {}}, BOUND_S)
+    lab.worker.ask({"go": pid}, BOUND_S)
+    listed = 0
+    saving = 0
+    while lab.worker.ask({"alive": pid}, BOUND_S):
+        seen = lab.run(["train", "checkpoints", out], {})
+        if seen.code == 2 and "holds no run" in seen.output:
+            continue
+        outcome = judge(seen, [0])
+        if outcome.verdict != "ok" or "damaged" in seen.output:
+            return Outcome("wrong", outcome.detail)
+        listed += 1
+        saving += "being saved" in seen.output
+    return Outcome("ok", f"listed {listed} times, {saving} times while one was being saved")
+
+
+def smaller_keep(lab: Lab, folder: Path) -> Outcome:
+    """Resume with a smaller --checkpoint.keep: what it deletes is said before it is gone."""
+    place = folder / "place"
+    lab.source  # noqa: B018  the text is there from here on
+    words = f"train lm-tiny --data.name text:{lab.text} {MODEL} --checkpoint.every-steps 2 --workdir {place}/out"
+    resumed = f"{words} --steps 10 --resume --resume-change schedule --checkpoint.keep 1"
+    first = lab.run([*words.split(), "--steps", "8", "--checkpoint.keep", "4"], {})
+    second = lab.run(resumed.split(), {})
+    for ended in (first, second):
+        outcome = judge(ended, [0])
+        if outcome.verdict != "ok":
+            return outcome
+    if "2, 4, 6 are deleted" not in second.output or "checkpoint.keep 4 -> 1" not in second.output:
+        return Outcome("silent", f"not said what is deleted: {second.output[:200]}")
+    left = sorted(path.name for path in (place / "out" / "checkpoints").iterdir())
+    return Outcome("ok" if left == ["10"] else "wrong", f"left {left}")
+
+
 def trials(shared: Path, seed: int) -> list[Trial]:
     """Return all trials: kills on a disk and in a bucket, full disks, somebody else's files, two commands at once."""
     lab = Lab(shared)
     found: list[Trial] = []
-
-    def add(group: str, name: str, run: Callable[[Path], Outcome]) -> None:
-        found.append(Trial(name, group, run))
-
     for name, maker in MAKERS.items():
-        for index, kind in enumerate(DISK_KINDS):
-            for moment in MOMENTS:
-                share = SHARES[(index + MOMENTS.index(moment) + seed) % len(SHARES)]
-                call = functools.partial(killed, lab, name, kind, moment, share)
-                add(name, f"{name}: {moment} {kind} at {share:.0%}", call)
-                if maker.empty and kind in ("write", "rename", "fsync"):
-                    call = functools.partial(killed, lab, name, kind, moment, share, empty=True)
-                    add(name, f"{name} into an empty folder: {moment} {kind} at {share:.0%}", call)
-        call = functools.partial(killed, lab, name, "rename", "killed after", 0.999)
-        add(name, f"{name}: killed after the last rename", call)
+        found += _killed_on_disk(lab, name, maker, seed)
         for index, kind in enumerate(FULL_KINDS):
             share = SHARES[(index + 1) % len(SHARES)]
-            add(name, f"{name}: full disk from {kind} at {share:.0%}", functools.partial(full, lab, name, kind, share))
-        if maker.in_bucket:
-            for kind in BUCKET_KINDS:
-                for moment in MOMENTS:
-                    for share in (0.0, 0.5, 0.999):
-                        call = functools.partial(killed, lab, name, kind, moment, share, bucket=True)
-                        add(f"{name} in a bucket", f"{name} in a bucket: {moment} {kind} at {share:.0%}", call)
+            call = functools.partial(full, lab, name, kind, share)
+            found.append(Trial(f"{name}: full disk from {kind} at {share:.0%}", name, call))
+        for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
+            if maker.in_bucket:
+                call = functools.partial(killed, lab, name, kind, moment, share, bucket=True)
+                group = f"{name} in a bucket"
+                found.append(Trial(f"{group}: {moment} {kind} at {share:.0%}", group, call))
         if maker.empty:
             for share in (0.3, 0.8):
                 call = functools.partial(really_full, lab, name, share)
-                add(name, f"{name}: a file system of {share:.0%} of its size", call)
-            add(name, f"{name}: a file of somebody else in the way", functools.partial(someone_elses, lab, name))
-            add(name, f"{name}: twice at once", functools.partial(while_another_makes, lab, name))
+                found.append(Trial(f"{name}: a file system of {share:.0%} of its size", name, call))
+            call = functools.partial(someone_elses, lab, name)
+            found.append(Trial(f"{name}: a file of somebody else in the way", name, call))
+            call = functools.partial(while_another_makes, lab, name)
+            found.append(Trial(f"{name}: twice at once", name, call))
+    for processes in (1, 2):
+        call = functools.partial(undeletable, lab, processes)
+        found.append(Trial(f"checkpoints: one cannot be deleted, processes {processes}", "checkpoints", call))
+    call = functools.partial(listed_while_saved, lab)
+    found.append(Trial("checkpoints: listed while a run saves in a bucket", "checkpoints", call))
+    call = functools.partial(smaller_keep, lab)
+    found.append(Trial("checkpoints: a resume keeps fewer", "checkpoints", call))
+    return found
+
+
+def _killed_on_disk(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]:
+    """Return the kills of one command on a disk: every kind of operation, before and after it."""
+    found: list[Trial] = []
+    for index, kind in enumerate(DISK_KINDS):
+        for after, moment in enumerate(MOMENTS):
+            share = SHARES[(index + after + seed) % len(SHARES)]
+            call = functools.partial(killed, lab, name, kind, moment, share)
+            found.append(Trial(f"{name}: {moment} {kind} at {share:.0%}", name, call))
+            if maker.empty and kind in ("write", "rename", "fsync"):
+                call = functools.partial(killed, lab, name, kind, moment, share, empty=True)
+                found.append(Trial(f"{name} into an empty folder: {moment} {kind} at {share:.0%}", name, call))
+    call = functools.partial(killed, lab, name, "rename", "killed after", 0.999)
+    found.append(Trial(f"{name}: killed after the last rename", name, call))
     return found
 
 
@@ -467,6 +572,8 @@ class Commands:
         if "go" in question:
             os.kill(question["go"], signal.SIGCONT)
             return True
+        if "alive" in question:
+            return os.waitpid(question["alive"], os.WNOHANG)[0] == 0
         if "made" in question:
             return _apart(lambda: _made(question["made"], question["kind"]))
         return self._wait(question["wait"], question["seconds"])
@@ -483,9 +590,8 @@ class Commands:
         os.kill(os.getpid(), signal.SIGSTOP)
         code = 1
         try:
-            from mupax.__main__ import main
-
-            code = main(words)
+            sys.argv[1:] = words
+            runpy.run_module("mupax", run_name="__main__", alter_sys=True)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
         except BaseException:

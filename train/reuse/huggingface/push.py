@@ -88,6 +88,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     from mupax.train.reuse.huggingface import licences
     from mupax.train.reuse.huggingface.command import exported
     from mupax.train.reuse.outline import MODEL, WeightsError, opened
+    from mupax.zoo.huggingface.tensorfile import check_whole
 
     folder, fields, _ = opened(args.path, args.step)
     if "model_type" in fields and not (folder / MODEL).is_file():
@@ -97,6 +98,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         names = sorted(each.name for each in folder.iterdir() if each.is_file() and each.name.endswith(SENT))
         if not any(name.endswith(".safetensors") for name in names):
             raise WeightsError(f"{folder} has config.json and no safetensors")
+        check_whole(folder)
         yield folder, [name for name in names if not name.startswith(".")]
         return
     with scratch() as target:
