@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -26,6 +27,8 @@ _DIGITS = 60
 """Of a whole number at most; a longer one is none of ours, and some of Python's conversions refuse it."""
 _NESTED = re.compile(r"os_error_code='(\d+)'")
 """How tensorstore names the error of the system that it met."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of errors that say that a disk takes nothing more, which is no fault of what was asked for."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
 """Errors that say that there is nothing, which is no fault of a disk."""
 

@@ -11,7 +11,6 @@ deletes what is left, unless the first one still runs: `LOCK` tells.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shlex
@@ -41,7 +40,6 @@ _NAME_BYTES = 255
 _SCRATCH = "mupax-scratch-"
 _RUNNING_S = 60.0
 """Age from which a folder of `scratch` without a process is deleted: a new one is not locked yet."""
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class OutError(MupaxError):
@@ -114,7 +112,7 @@ def making(out: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) -> 
                 with _made_in_place(out, command, disk.names(folder)):
                     _copy_entries(folder, out)
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        if error.errno not in disk.NO_ROOM:
             raise
         raise disk.DiskError(
             f"{out} cannot be written: {error.strerror}. What was written of it is deleted; make room, then write the "
@@ -267,7 +265,7 @@ def _move_up(staging: Path, out: Path, command: Sequence[str]) -> None:
         try:
             (staging / name).replace(out / name)
         except OSError as error:
-            if error.errno in _NO_ROOM:
+            if error.errno in disk.NO_ROOM:
                 raise
             copy(staging / name, out / name)  # a folder, in a bucket that is mounted
     disk.sync_folder(out)
@@ -282,7 +280,7 @@ def _rename(staging: Path, out: Path, command: Sequence[str]) -> None:
         staging.replace(out)
         disk.sync_folder(out.absolute().parent)
     except OSError as error:
-        if error.errno in _NO_ROOM or not staging.exists():
+        if error.errno in disk.NO_ROOM or not staging.exists():
             raise
         out.mkdir()
         _move_up(staging, out, command)
