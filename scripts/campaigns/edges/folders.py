@@ -47,6 +47,7 @@ MODEL = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-batch-size 32 "
     "--data.eval-examples 64 --optimizer.warmup-steps 2 --log.no-samples --log.no-tensorboard"
 )
+TOKENIZER = "data tokenizer text:{text} --size 300 --out {out}"
 SWEEP = f"train sweep lm-tiny --data.name text:{{text}} {MODEL} --steps 6 --lr 1e-3,2e-3 --out {{out}}"
 OWN_TRACES = (".making", ".mupax-making", ".partial", "incomplete", ".part")
 """Endings and parts of names that only an unfinished command has in a folder."""
@@ -59,16 +60,14 @@ class Maker:
     Attributes:
         words: its command line; {out}, {source}, {text} and {place} stand for paths.
         reader: words of a command that reads what was made, and must refuse a half of it; empty for a file.
-        in_bucket: whether the command writes to gs://.
-        empty: whether it is also tried with a folder that is there and empty.
+        makes_folder: whether it makes a new folder, in a bucket too, or in one that is there and empty.
         out: name of what it makes, in the folder that is watched.
         absent: kinds of operations that it does not do there.
     """
 
     words: str
     reader: str = ""
-    in_bucket: bool = True
-    empty: bool = True
+    makes_folder: bool = True
     out: str = "out"
     absent: tuple[str, ...] = ()
 
@@ -76,10 +75,10 @@ class Maker:
 MAKERS = {
     "export": Maker("zoo export {source}/run --out {out}", "zoo import {out} --out {other}"),
     "import": Maker("zoo import {source}/hf --preset mup --out {out}", "zoo export {out} --out {other}"),
-    "tokenizer": Maker("data tokenizer text:{text} --size 300 --out {out}", in_bucket=False, empty=False, out="tokenizer.json", absent=("unlink", "mkdir")),
-    "prepare text": Maker("data prepare text:{text} --tokenizer bpe:300", in_bucket=False, empty=False, out="data"),
-    "prepare digits": Maker("data prepare digits --data-dir {out}", in_bucket=False, empty=False, absent=("unlink", "fsync")),
-    "sweep": Maker(SWEEP, in_bucket=False, empty=False),
+    "tokenizer": Maker(TOKENIZER, makes_folder=False, out="tokenizer.json", absent=("unlink", "mkdir")),
+    "prepare text": Maker("data prepare text:{text} --tokenizer bpe:300", makes_folder=False, out="data"),
+    "prepare digits": Maker("data prepare digits --data-dir {out}", makes_folder=False, absent=("unlink", "fsync")),
+    "sweep": Maker(SWEEP, makes_folder=False),
     "convert": Maker("train convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"),
     "grow": Maker("train grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}", "train --resume --workdir {out}"),
 }  # fmt: skip
@@ -521,11 +520,11 @@ def trials(shared: Path, seed: int) -> list[Trial]:
             call = functools.partial(full, lab, name, kind, share)
             planned.append(Trial(f"{name}: full disk from {kind} at {share:.0%}", name, call))
         for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
-            if maker.in_bucket:
+            if maker.makes_folder:
                 call = functools.partial(killed, lab, name, kind, moment, share, bucket=True)
                 group = f"{name} in a bucket"
                 planned.append(Trial(f"{group}: {moment} {kind} at {share:.0%}", group, call))
-        if maker.empty:
+        if maker.makes_folder:
             for share in (0.3, 0.8):
                 call = functools.partial(really_full, lab, name, share)
                 planned.append(Trial(f"{name}: a file system of {share:.0%} of its size", name, call))
@@ -553,7 +552,7 @@ def _killed_on_disk(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]
             share = SHARES[(index + after + seed) % len(SHARES)]
             call = functools.partial(killed, lab, name, kind, moment, share)
             planned.append(Trial(f"{name}: {moment} {kind} at {share:.0%}", name, call))
-            if maker.empty and kind in ("write", "rename", "fsync"):
+            if maker.makes_folder and kind in ("write", "rename", "fsync"):
                 call = functools.partial(killed, lab, name, kind, moment, share, empty=True)
                 planned.append(Trial(f"{name} into an empty folder: {moment} {kind} at {share:.0%}", name, call))
     call = functools.partial(killed, lab, name, "rename", "killed after", 0.999)
