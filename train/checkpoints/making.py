@@ -76,12 +76,22 @@ def is_made(out: Path, command: Sequence[str]) -> bool:
     if mark is not None and mark["complete"]:
         raise OutError(f"--out {out} is not an empty folder; give another one")
     _check_own(out, () if mark is None else mark["names"])
+    _check_not_running(out)
     if is_remote(out):
         return False
     parent = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise OutError(f"--out {out}: cannot write into {parent}; give another folder")
     return False
+
+
+def _check_not_running(out: Path) -> None:
+    """Refuse a folder that another command makes now, before work is spent."""
+    places = [out] if is_remote(out) else [out, _beside(out)]
+    for folder in places:
+        if disk.status(folder / LOCK) is not None:
+            with _locked(folder, out):
+                pass
 
 
 @contextlib.contextmanager
@@ -201,7 +211,7 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
             try:
                 stack.enter_context(lock.held(folder, LOCK))
             except lock.WorkdirError as error:
-                raise HalfMadeError(in_use) from error
+                raise HalfMadeError(in_use if "is in use" in str(error) else f"--out {out}: {error}") from error
         else:
             file = stack.enter_context((folder / LOCK).open("a"))
             try:
