@@ -29,7 +29,7 @@ from mupax.train.checkpoints import lock
 from mupax.train.checkpoints.layout import locks_files
 
 LOCK = ".mupax-making"
-"""File in a folder while a command makes it, deleted last of all."""
+"""File in a folder while a command makes it, deleted last of all (`finish`)."""
 PART = ".making"
 """Temporary folder, inside an empty one; ending of one that lies beside the folder to come."""
 _HALF_MARK = f".{MARK}.partial"
@@ -130,6 +130,12 @@ def making(out: Path, command: Sequence[str], in_bucket: Sequence[str] = ()) -> 
         ) from error
 
 
+def finish(out: Path) -> None:
+    """Note that a command has told the user all. After a kill before this, `is_made` knows that nothing is left to do."""
+    if not is_remote(out):
+        (out / LOCK).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def _made_here(out: Path, command: Sequence[str]) -> Iterator[Path]:
     """Make a folder of this machine in a temporary one, beside it or inside it."""
@@ -158,7 +164,6 @@ def _made_here(out: Path, command: Sequence[str]) -> Iterator[Path]:
             _clean_up(staging, out, locked)
             raise
         remove_tree(staging)
-        (out / LOCK).unlink(missing_ok=True)
 
 
 def _clean_up(staging: Path, out: Path, locked: Path) -> None:

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     """Converts; 0 when done. Raises UsageError, WorkdirError or WeightsError for what does not fit."""
     args = command_line.parse(Convert, "mupax train convert", argv)
     from mupax.train.checkpoints import saved_run
-    from mupax.train.checkpoints.making import is_made
+    from mupax.train.checkpoints.making import finish, is_made
     from mupax.train.reuse import runs
 
     command = ["mupax", "train", "convert", *argv]
@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= after.steps:
         terminal.say(f"which has {after.steps} steps, all done: add --steps N, of more than {step}")
+    finish(args.out)
     return 0
 
 

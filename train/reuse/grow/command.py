@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
     from mupax.train.checkpoints import saved_run
-    from mupax.train.checkpoints.making import is_made
+    from mupax.train.checkpoints.making import finish, is_made
     from mupax.train.reuse import runs, transplant
     from mupax.train.reuse.grow.axes import GrowError
     from mupax.train.reuse.start import init_from
@@ -86,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= after.steps:
         console.print(f"which has {after.steps} steps, all done: add --steps N, of more than {step}", highlight=False)
+    finish(args.out)
     return 0
 
 

@@ -48,7 +48,7 @@ class Import(PresetFlags):
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
-        from mupax.train.checkpoints.making import is_made, making
+        from mupax.train.checkpoints.making import finish, is_made, making
         from mupax.train.reuse import source as pretrained
         from mupax.train.reuse.huggingface import files as pretrained_files
         from mupax.train.reuse.huggingface import hub
@@ -73,6 +73,7 @@ class Import(PresetFlags):
         for note in notes:
             terminal.say(note)
         terminal.say(f"written to {self.out} under {preset['described']}")
+        finish(self.out)
         return 0
 
 
@@ -97,7 +98,7 @@ class Export:
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
-        from mupax.train.checkpoints.making import is_made, making
+        from mupax.train.checkpoints.making import finish, is_made, making
         from mupax.train.reuse.huggingface import licences
 
         licence = self.licence and licences.identifier(self.licence)
@@ -121,6 +122,7 @@ class Export:
         terminal.say(
             f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else "")
         )
+        finish(self.out)
         return 0
 
 
