@@ -87,7 +87,7 @@ def is_made(out: Path, command: Sequence[str]) -> bool:
 
 def _check_not_running(out: Path) -> None:
     """Refuse a folder that another command makes now, before work is spent."""
-    places = [out] if is_remote(out) else [out, _beside(out)]
+    places = [out] if is_remote(out) else [out, _sibling(out)]
     for folder in places:
         if disk.status(folder / LOCK) is not None:
             with _locked(folder, out):
@@ -140,14 +140,15 @@ def finish(out: Path) -> None:
 def _made_here(out: Path, command: Sequence[str]) -> Iterator[Path]:
     """Make a folder of this machine in a temporary one, beside it or inside it."""
     inside = out.exists()
-    beside = _beside(out)
-    staging = out / PART if inside else beside
-    locked = out if inside else beside
+    sibling = _sibling(out)
+    staging = out / PART if inside else sibling
+    locked = out if inside else sibling
     locked.mkdir(parents=True, exist_ok=True)
     with _locked(locked, out):
-        if inside and disk.status(beside) is not None:
-            with _locked(beside, out):
-                _delete_temporary(beside, out)
+        if inside and disk.status(sibling) is not None:
+            with _locked(sibling, out):
+                _delete_temporary(sibling, out)
+                remove_tree(sibling)
         try:
             _delete_temporary(staging, out)
             _delete_half(out)
@@ -195,7 +196,7 @@ def _made_in_place(out: Path, command: Sequence[str], names: Sequence[str]) -> I
         folders.write_mark(out, command, names, complete=True)
 
 
-def _beside(out: Path) -> Path:
+def _sibling(out: Path) -> Path:
     """Return the temporary folder of one that is missing, on the same file system."""
     name = f".{out.name}{PART}"
     if len(os.fsencode(name)) > _NAME_BYTES:
@@ -260,12 +261,12 @@ def _delete_half(out: Path) -> None:
 def _check_own(out: Path, names: Iterable[str]) -> None:
     """Refuse a folder that holds something else than a killed command has left."""
     own = {*names, MARK, _HALF_MARK, LOCK, PART}
-    others = [name for name in disk.names(out) if name not in own]
-    if others and disk.status(out / MARK) is None:
+    foreign = [name for name in disk.names(out) if name not in own]
+    if foreign and disk.status(out / MARK) is None:
         raise OutError(f"--out {out} is not an empty folder; give another one")
-    if others:
+    if foreign:
         raise OutError(
-            f"--out {out} holds {others[0]}, in addition to what a command has left that was ended; "
+            f"--out {out} holds {foreign[0]}, in addition to what a command has left that was ended; "
             "move it away, or give another folder"
         )
 

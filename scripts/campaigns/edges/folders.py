@@ -166,7 +166,7 @@ class Lab:
         answers = [self.worker.ask({"wait": pid, "seconds": 3 * BOUND_S}, 4 * BOUND_S) for pid in pids]
         return [Ended(code, output, time.monotonic() - began) for code, output in answers]
 
-    def made(self, maker: Maker, out: str) -> dict[str, Any]:
+    def digests(self, maker: Maker, out: str) -> dict[str, Any]:
         """Return what a command has made, without what may differ: digests of files or of a checkpoint's arrays."""
         return self.worker.ask({"made": out, "kind": maker.words.split()[1]}, 2 * BOUND_S)
 
@@ -234,7 +234,7 @@ def undisturbed(
         lab.control.watch(None)
         if ended.code != 0:
             raise SystemExit(f"{name} fails by itself: {ended.output[-2000:]}")
-        lab.controls[key] = lab.made(tried.maker, tried.out), calls
+        lab.controls[key] = lab.digests(tried.maker, tried.out), calls
     return lab.controls[key]
 
 
@@ -297,9 +297,9 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
     shutil.rmtree(tried.folder / "other", ignore_errors=True)
     if ended.code == 0 and is_run and copied is not None and "resuming" not in ended.output:
         return Outcome("silent", f"trained from nothing: {ended.output[-200:]}")
-    made = tried.lab.made(tried.maker, tried.out) if ended.code == 0 else expected
-    made.pop(f"/{LOCK}", None)  # the folder was complete, and the kill came in the last moment
-    if made != expected:
+    digests = tried.lab.digests(tried.maker, tried.out) if ended.code == 0 else expected
+    digests.pop(f"/{LOCK}", None)  # the folder was complete, and the kill came in the last moment
+    if digests != expected:
         return Outcome("silent", "a half was read as if it were complete")
     outcome = judge(ended, [0, 2])
     if ended.code == 2 and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1:
@@ -322,14 +322,14 @@ def again(tried: Attempt, expected: dict[str, Any], detail: str) -> Outcome:
     """Write the same command again, and compare what it makes with the control."""
     second = tried.run()
     # The command may have been killed when all was done.
-    said = ("is complete: this command has made it", "is there already, and runs may use it")
-    complete = second.code == 2 and any(text in second.output for text in said)
+    messages = ("is complete: this command has made it", "is there already, and runs may use it")
+    complete = second.code == 2 and any(text in second.output for text in messages)
     outcome = judge(second, [2] if complete else [0])
     if outcome.verdict != "ok":
         return outcome
-    made = tried.lab.made(tried.maker, tried.out)
-    if made != expected:
-        names = sorted(name for name in made.keys() | expected.keys() if made.get(name) != expected.get(name))
+    digests = tried.lab.digests(tried.maker, tried.out)
+    if digests != expected:
+        names = sorted(name for name in digests.keys() | expected.keys() if digests.get(name) != expected.get(name))
         return Outcome("lost", f"{detail}: differs in {names[:6]}")
     traces = left_over(tried)
     if traces:
@@ -354,7 +354,7 @@ def full(lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: b
     lab.control.arm(kind, "ENOSPC", number, ALWAYS)
     first = tried.run()
     lab.control.watch(None)
-    if first.code == 0 and lab.made(tried.maker, tried.out) == expected:
+    if first.code == 0 and lab.digests(tried.maker, tried.out) == expected:
         return Outcome("ok", f"{kind} from {number} of {calls[kind]} is not needed")
     outcome = judge(first, [1])
     if outcome.verdict != "ok":
@@ -428,7 +428,7 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
     lab.control.watch(None)
     if code != 0:
         return Outcome("wrong", f"the first command was disturbed: exit {code}: {output[-200:]}")
-    if lab.made(tried.maker, tried.out) != expected:
+    if lab.digests(tried.maker, tried.out) != expected:
         return Outcome("lost", "the first command made something else")
     return judge(second, [2])
 
@@ -458,9 +458,9 @@ def undeletable(lab: Lab, processes: int, folder: Path) -> Outcome:
     told = ended[0].output.count("cannot be deleted")
     if told != 1 or "could not be saved" in ended[0].output:
         return Outcome("wrong", f"said {told} times that something cannot be deleted: {ended[0].output[-200:]}")
-    made = lab.worker.ask({"made": f"{place}/out", "kind": "grow"}, BOUND_S)
+    digests = lab.worker.ask({"made": f"{place}/out", "kind": "grow"}, BOUND_S)
     if (
-        made["arrays"].get("16")
+        digests["arrays"].get("16")
         != lab.worker.ask({"made": f"{lab.folder}/run", "kind": "grow"}, BOUND_S)["arrays"]["16"]
     ):
         return Outcome("lost", "the last checkpoint is not that of an undisturbed run")
@@ -478,14 +478,14 @@ def listed_while_saved(lab: Lab, folder: Path) -> Outcome:
     listed = 0
     saving = 0
     while lab.worker.ask({"alive": pid}, BOUND_S):
-        seen = lab.run(["train", "checkpoints", out], {})
-        if seen.code == 2 and "holds no run" in seen.output:
+        listing = lab.run(["train", "checkpoints", out], {})
+        if listing.code == 2 and "holds no run" in listing.output:
             continue
-        outcome = judge(seen, [0])
-        if outcome.verdict != "ok" or "damaged" in seen.output:
+        outcome = judge(listing, [0])
+        if outcome.verdict != "ok" or "damaged" in listing.output:
             return Outcome("wrong", outcome.detail)
         listed += 1
-        saving += "being saved" in seen.output
+        saving += "being saved" in listing.output
     return Outcome("ok", f"listed {listed} times, {saving} times while one was being saved")
 
 
@@ -580,7 +580,7 @@ class Commands:
         if "alive" in question:
             return os.waitpid(question["alive"], os.WNOHANG)[0] == 0
         if "made" in question:
-            return _apart(lambda: _made(question["made"], question["kind"]))
+            return _apart(lambda: _digests(question["made"], question["kind"]))
         return self._wait(question["wait"], question["seconds"])
 
     def _start(self, words: list[str], environ: dict[str, str]) -> int:
@@ -640,7 +640,7 @@ def _apart(function: Callable[[], Any]) -> Any:
     return json.loads(content)
 
 
-def _made(out: str, kind: str) -> dict[str, Any]:
+def _digests(out: str, kind: str) -> dict[str, Any]:
     """Return digests of what a command has made, without times, names of runs and paths."""
     from mupax.folders import MARK
     from mupax.paths import path_of

@@ -31,7 +31,7 @@ __all__ = ["bucket", "emulator"]  # fixtures
 pytestmark = pytest.mark.core
 
 COMMAND = ["mupax", "zoo", "import", "weights", "--out", "out"]
-MADE = {folders.MARK, "model.json", "model.safetensors"}
+ENTRIES = {folders.MARK, "model.json", "model.safetensors"}
 
 
 def run(main: Any, words: str) -> tuple[int, str]:
@@ -54,15 +54,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def half_made(folder: Path, made: Sequence[str] = ()) -> None:
+def half_made(folder: Path, entries: Sequence[str] = ()) -> None:
     """Leave what a killed import leaves in a folder, with entries that are not whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    folders.write_mark(folder, COMMAND, made, complete=False)
-    for name in made:
+    folders.write_mark(folder, COMMAND, entries, complete=False)
+    for name in entries:
         (folder / name).write_bytes(b"half of")
 
 
-def beside() -> None:
+def killed_before_rename() -> None:
     half_made(Path(".out.making"))
     Path(".out.making/model.safetensors").write_bytes(b"half of")
 
@@ -78,12 +78,12 @@ def half_mark() -> None:
     Path("out", f".{folders.MARK}.partial").write_bytes(b"{")
 
 
-@pytest.mark.parametrize("left", [beside, inside, half_mark], ids=["beside", "inside", "half of a mark"])
+@pytest.mark.parametrize("left", [killed_before_rename, inside, half_mark], ids=["beside", "inside", "half of a mark"])
 def test_the_same_command_makes_a_folder_of_which_a_kill_left_half(left: Any, here: Path) -> None:
     left()
     assert run(zoo_main, "import weights --out out")[0] == 0
     assert names(here) == {"weights", "out"}
-    assert names(here / "out") == MADE
+    assert names(here / "out") == ENTRIES
     assert run(zoo_main, "export out --out again")[0] == 0
     assert (here / "again" / "model.safetensors").read_bytes() == (here / "weights" / "model.safetensors").read_bytes()
 
@@ -165,7 +165,7 @@ def test_what_the_command_has_not_made_is_never_deleted(here: Path) -> None:
 
 @pytest.mark.parametrize("place", [".out.making", "out"])
 def test_what_a_running_command_makes_is_left_to_it(place: str, here: Path) -> None:
-    (beside if place == ".out.making" else inside)()
+    (killed_before_rename if place == ".out.making" else inside)()
     before = names(here / place)
     with (here / place / making.LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -182,7 +182,7 @@ def test_a_kill_in_the_last_moment_leaves_a_complete_folder(here: Path) -> None:
     (here / "out" / making.LOCK).touch()
     code, printed = run(zoo_main, "import weights --out out")
     assert (code, "out is complete" in printed) == (0, True)
-    assert names(here / "out") == MADE
+    assert names(here / "out") == ENTRIES
     # Without the file the command had ended by itself.
     assert run(zoo_main, "import weights --out out")[0] == 2
 
@@ -194,7 +194,7 @@ def test_in_a_bucket_the_mark_alone_tells(bucket: str, here: Path) -> None:
     code, printed = run(zoo_main, f"export {out} --out again")
     assert (code, "`mupax zoo import weights --out out`" in printed) == (2, True)
     assert run(zoo_main, f"import weights --out {out}")[0] == 0
-    assert names(out) == MADE
+    assert names(out) == ENTRIES
     assert run(zoo_main, f"export {out} --out again")[0] == 0
 
 
