@@ -256,6 +256,33 @@ def _flag_fields(owner: Any, prefix: str = "") -> Iterator[_FlagField]:
         yield _FlagField(names, hint)
 
 
+def words_of(prog: str, command: Any) -> list[str]:
+    """Return the words of a command line that gives a command the values it has.
+
+    Args:
+        prog: what stands before the flags.
+        command: instance of a dataclass of flags; flags at their defaults are left out.
+    """
+    hints = get_type_hints(type(command), include_extras=True)
+    positional: list[str] = []
+    flag_words: list[str] = []
+    for field in dataclasses.fields(command):
+        value = getattr(command, field.name)
+        metadata = getattr(hints[field.name], "__metadata__", ())
+        if "Positional" in {str(mark) for mark in metadata}:
+            positional.append(str(value))
+            continue
+        if value == field.default or value == ():
+            continue
+        name = next((mark.name for mark in metadata if getattr(mark, "name", None)), field.name.replace("_", "-"))
+        flag_words.append(f"--{name}")
+        if isinstance(value, tuple):
+            flag_words += map(str, value)
+        elif value is not True:
+            flag_words.append(str(value))
+    return [*prog.split(), *positional, *flag_words]
+
+
 def with_dashed_values(argv: Sequence[str], owner: Any) -> list[str]:
     """Join a flag for text and a value that begins with a dash by `=`, as tyro reads such a value.
 

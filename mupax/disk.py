@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -31,6 +32,8 @@ _DIGITS = 60
 """Of a whole number at most; a longer one is none of ours, and some of Python's conversions refuse it."""
 _NESTED = re.compile(r"os_error_code='(\d+)'")
 """How tensorstore names the error of the system that it met."""
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Numbers of errors that say that a disk takes nothing more, which is no fault of what was asked for."""
 ABSENT = (FileNotFoundError, NotADirectoryError)
 """Errors that say that there is nothing, which is no fault of a disk."""
 
@@ -147,7 +150,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     temporary = hidden_beside(path, ".partial")
     try:
         content = content.encode() if isinstance(content, str) else content
-        if is_remote(path):  # an object is there when all of it is
+        # An object is there when all of it is; a pipe or /dev/stdout has nothing to be replaced.
+        if is_remote(path) or (path.exists() and not path.is_file()):
             path.write_bytes(content)
             return
         with temporary.open("wb") as file:

@@ -158,6 +158,24 @@ def remove_tree(folder: Path) -> None:
             folder.unlink()
 
 
+def delete_tree(folder: Path) -> None:
+    """Delete a folder and what is in it, or a file. What can be deleted is gone if something cannot.
+
+    Raises:
+        OSError: something cannot be deleted.
+    """
+    try:
+        if is_remote(folder):
+            folder.rmtree(missing_ok=True)  # pyright: ignore[reportAttributeAccessIssue]
+        elif folder.is_dir():
+            shutil.rmtree(folder)
+        else:
+            folder.unlink(missing_ok=True)
+    except OSError:
+        remove_tree(folder)
+        raise
+
+
 @contextlib.contextmanager
 def at_hand(path: Path) -> Iterator[Path]:
     """The path itself, or a copy on this machine of a file or folder in a bucket, for a library that reads only files."""
@@ -168,19 +186,6 @@ def at_hand(path: Path) -> Iterator[Path]:
         local = Path(temporary) / path.name
         copy(path, local)
         yield local
-
-
-@contextlib.contextmanager
-def delivered(folder: Path) -> Iterator[Path]:
-    """A folder to write into: the one asked for, or one on this machine that is copied to the bucket in the end."""
-    if not is_remote(folder):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory(prefix="mupax-") as temporary:
-        local = Path(temporary) / folder.name
-        local.mkdir()
-        yield local
-        copy(local, folder)
 
 
 def copy(source: Path, target: Path) -> None:

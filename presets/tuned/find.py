@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mupax import terminal
+from mupax import disk, terminal
 from mupax.paths import user_folder as settings_folder
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
@@ -159,7 +159,7 @@ def save(tuned: Tuned, path: Path) -> None:
     fields = {"format": schema.FORMAT, **asdict(tuned)}
     schema.checked(json.loads(json.dumps(fields)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(fields, indent=1) + "\n")
+    disk.write_whole(path, json.dumps(fields, indent=1) + "\n")
 
 
 def check_name(name: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from mupax import disk
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.power import ONE
 from mupax.presets.preset import Preset
@@ -153,7 +154,7 @@ def save(table: Table, path: str | Path) -> None:
         table: what was measured.
         path: of the file, in a folder that is there.
     """
-    Path(path).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n")
+    disk.write_whole(Path(path), json.dumps({"format": FORMAT, **dataclasses.asdict(table)}, indent=1) + "\n")
 
 
 def load(path: str | Path) -> Table:

@@ -242,6 +242,8 @@ class Checkpoints(RankedFolder):
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
             part = {"error": together.tell(error, self.folder, processes, key)}
+            if processes.count == 1:
+                failures.end_threads()
         finally:
             _ORBAX.release()
         try:

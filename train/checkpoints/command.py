@@ -5,10 +5,13 @@ Imports no arrays: `--help` answers within a second.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
 import math
+import os
+import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -113,28 +116,32 @@ def _checkpoints(workdir: Path, run: str | None, *, verify: bool) -> list[dict[s
     folder = workdir / CHECKPOINTS
     paths = sorted((path for path in folder.glob("*") if path.name.isdigit()), key=lambda path: int(path.name))
     rejects = aside(folder)
-    return [_entry(path, verify, workdir, run) for path in [*(p for p in paths if p not in rejects), *rejects]]
+    paths = [path for path in paths if path not in rejects] + rejects
+    entries = [_entry(path, verify, workdir, run) for path in paths]
+    # One that the run has deleted since it was listed is not damaged.
+    return [entry for path, entry in zip(paths, entries, strict=True) if not entry["damaged"] or path.exists()]
 
 
 def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> dict[str, Any]:
     """What the manifest and the sizes of its files say; with `verify` everything is read."""
-    from mupax.train.checkpoints import assets, failures, folder, manifest
-    from mupax.train.checkpoints.layout import is_aside
+    from mupax import disk
+    from mupax.train.checkpoints import folder
+    from mupax.train.checkpoints.layout import is_aside, is_being_saved
 
     problems: list[str] = []
     arrays: int | None = None
-    try:
-        content = folder.verified(checkpoint, run) if verify else manifest.read(checkpoint, run)
-        arrays = len(content.arrays)
-        if not verify:
-            problems = folder.file_problems(checkpoint, content, contents=False)
-        elif wrong := failures.damaged_arrays(checkpoint, content.arrays):
-            problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
-        problems += assets.problems(workdir, content.assets)
-    except (manifest.DamagedError, manifest.ForeignError) as error:
-        problems = [str(error)]
+    being_saved = is_being_saved(checkpoint)
+    if not being_saved:
+        arrays, problems = _health(checkpoint, verify, workdir, run)
+        # A run may have begun to delete the checkpoint meanwhile.
+        being_saved = bool(problems) and is_being_saved(checkpoint)
     name, _, _ = checkpoint.name.partition(".")
-    files = [path.stat() for path in checkpoint.rglob("*") if path.is_file()]
+    files: list[os.stat_result] = []
+    for path in checkpoint.rglob("*"):
+        with contextlib.suppress(*disk.ABSENT):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                files.append(status)
     return {
         "step": int(name) if name.isdigit() else None,
         "path": str(checkpoint.relative_to(workdir)),
@@ -143,8 +150,27 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
         "age_seconds": round(time.time() - max(file.st_mtime for file in files), 1) if files else None,
         "set_aside": is_aside(checkpoint),
         "verified": verify,
-        "damaged": folder.first_of(problems) or None,
+        "being_saved": being_saved,
+        "damaged": None if being_saved else folder.first_of(problems) or None,
     }
+
+
+def _health(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> tuple[int | None, list[str]]:
+    """Return the number of arrays of a checkpoint, where its manifest says it, and what is wrong with it."""
+    from mupax.train.checkpoints import assets, failures, folder, manifest
+
+    arrays: int | None = None
+    try:
+        content = folder.verified(checkpoint, run) if verify else manifest.read(checkpoint, run)
+        arrays = len(content.arrays)
+        problems: list[str] = []
+        if not verify:
+            problems = folder.file_problems(checkpoint, content, contents=False)
+        elif wrong := failures.damaged_arrays(checkpoint, content.arrays):
+            problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
+        return arrays, problems + assets.problems(workdir, content.assets)
+    except (manifest.DamagedError, manifest.ForeignError) as error:
+        return arrays, [str(error)]
 
 
 def _best_metric(config: Any) -> str:
@@ -171,9 +197,13 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         row["metrics"] = evaluation | by_step.get(row["step"], {})
         row["best"] = False
     costs = [(cost(metric, row["metrics"].get(metric)), row["step"], index) for index, row in enumerate(rows)]
-    finite = [entry for entry in costs if math.isfinite(entry[0]) and not rows[entry[2]]["set_aside"]]
+    finite = [entry for entry in costs if math.isfinite(entry[0]) and _counts(rows[entry[2]])]
     if finite:
         rows[min(finite)[2]]["best"] = True
+
+
+def _counts(row: dict[str, Any]) -> bool:
+    return not row["set_aside"] and not row["being_saved"]
 
 
 def _metrics_by_step(workdir: Path) -> dict[int, dict[str, Any]]:
@@ -208,6 +238,8 @@ def _metric_text(row: dict[str, Any], name: str) -> str:
 def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     good = "good, every bit" if row["verified"] else "whole (--verify reads every bit)"
     health = f"damaged: {row['damaged']}" if row["damaged"] else good
+    if row["being_saved"]:
+        health = "being saved (or left by a run that was ended, and deleted when it is resumed)"
     aside = "set aside, " if row["set_aside"] else ""
     age = str(datetime.timedelta(seconds=round(row["age_seconds"] or 0)))
     losses = [_metric_text(row, name) for name in columns]

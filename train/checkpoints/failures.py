@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +18,8 @@ from mupax.errors import MupaxFailure
 from mupax.paths import plainly_named, remove_tree, storage_url, without_stand_ins
 from mupax.train.checkpoints import manifest
 
+_ENDING_S = 5.0
+"""How long threads of a failed save may take to end: what they still write would come back after it is deleted."""
 _STATE = "state"  # folder of the arrays inside a checkpoint
 
 
@@ -31,6 +35,25 @@ def quiet() -> None:
 def _unraisable(before: Callable[[Any], Any], what: Any) -> None:
     if not str(what.exc_value).startswith(("Event loop is closed", "Encountered error while reading array")):
         before(what)
+
+
+def end_threads() -> None:
+    """End the threads of a save that has failed. Orbax lets them wait for minutes for files that will not come.
+
+    The interpreter joins these threads at its end, so that a process would hang which has said why it failed. Nobody else
+    may save meanwhile.
+    """
+    from orbax.checkpoint._src.futures import future
+
+    # No public interface reaches the threads of a `save_async` that has raised.
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)]
+    for thread in threads:
+        thread.cancel()
+        future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
+    until = time.monotonic() + _ENDING_S
+    for thread in threads:
+        # Its own `join` raises what the thread has failed of.
+        threading.Thread.join(thread, max(0.0, until - time.monotonic()))
 
 
 def loaded(checkpoint: Path, abstract: Any) -> Any:

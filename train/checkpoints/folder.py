@@ -41,6 +41,7 @@ class CheckpointFolder:
         self.folder, self._keep, self._note = workdir / CHECKPOINTS, keep, note
         self.layout = (Renamed if renames else InPlace)(self.folder)
         self._taken_back: set[Path] = set()
+        self._undeleted: dict[int, str] = {}
         self.record: dict[str, Any] = {}
         """What config.json holds: goes into manifests."""
         self.assets: dict[str, list[Any]] = {}
@@ -58,15 +59,40 @@ class CheckpointFolder:
         if self.layout.renames and (self.folder / str(content.step)).exists():
             self.set_aside(content.step, "another was saved")
         self.layout.publish(content.step)
-        self.prune()
+        self.prune()  # raises nothing: the new checkpoint is whole whatever becomes of an older one
 
     def prune(self) -> None:
-        """Delete the checkpoints that do not stay."""
+        """Delete the checkpoints that do not stay. One that cannot be deleted is noted, and tried again at the next save."""
+        failed: dict[int, str] = {}
+        try:
+            for step in self.leaving():
+                try:
+                    self.layout.delete(step)
+                except (OSError, disk.DiskError) as error:
+                    failed[step] = failures.reason(error, self.folder)
+            for step in self.layout.half_deleted():
+                if step in failed:
+                    continue
+                try:
+                    self.layout.delete_half(step)
+                except (OSError, disk.DiskError) as error:
+                    failed[step] = failures.reason(error, self.folder)
+        except (OSError, disk.DiskError) as error:
+            self._note(f"no checkpoint is deleted for now: {failures.reason(error, self.folder)}")
+            return
+        for step, reason in failed.items():
+            if self._undeleted.get(step) != reason:
+                self._note(
+                    f"caution: the older checkpoint {self.folder / str(step)} cannot be deleted: {reason}; newer ones "
+                    "are saved all the same, and deleting it is tried again at every save"
+                )
+        self._undeleted = failed
+
+    def leaving(self) -> list[int]:
+        """Return the steps of the checkpoints that do not stay, oldest first."""
         saved = steps(self.folder)
         stay = self.staying(saved)
-        for step in saved:
-            if step not in stay:
-                self.layout.delete(step)
+        return [step for step in saved if step not in stay]
 
     def staying(self, saved: list[int]) -> set[int]:
         """Which of the checkpoints stay, given by their steps, oldest first."""

@@ -13,12 +13,11 @@ import errno
 import fcntl
 import itertools
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from mupax import disk
-from mupax.paths import copy, is_remote, remove_tree
+from mupax.paths import copy, delete_tree, is_remote, remove_tree
 
 SET_ASIDE, SAVING, DELETING = "set-aside", ".saving", ".deleting"
 MANIFEST, DAMAGED = "manifest.json", "damaged.json"
@@ -85,10 +84,27 @@ class Renamed:
         disk.sync_folder(self.folder)
 
     def delete(self, step: int) -> None:
-        """Delete a checkpoint; half deleted, it does not look like one."""
+        """Delete a checkpoint; half deleted, it does not look like one.
+
+        Raises:
+            OSError: it cannot be deleted, or not all of it.
+        """
         doomed = self.folder / f"{step}{DELETING}"
         (self.folder / str(step)).replace(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        delete_tree(doomed)
+
+    def half_deleted(self) -> list[int]:
+        """Return the steps of checkpoints that were not deleted completely."""
+        names = [name for name in disk.names(self.folder) if name.endswith(DELETING)]
+        return [int(step) for name in names if (step := name.removesuffix(DELETING)).isdigit()]
+
+    def delete_half(self, step: int) -> None:
+        """Delete what is left of a checkpoint that was not deleted completely.
+
+        Raises:
+            OSError: it cannot be deleted.
+        """
+        delete_tree(self.folder / f"{step}{DELETING}")
 
     def move(self, step: int, target: Path) -> None:
         """Move a checkpoint out of the folder.
@@ -160,7 +176,16 @@ class InPlace(Renamed):
     def delete(self, step: int) -> None:
         self._marker(step).write_text("")
         (self.folder / str(step) / MANIFEST).unlink(missing_ok=True)
-        self.clear(self._marker(step).name)
+        self.delete_half(step)
+
+    def half_deleted(self) -> list[int]:
+        names = [name for name in disk.names(self.folder) if name.endswith(SAVING)]
+        steps = [int(step) for name in names if (step := name.removesuffix(SAVING)).isdigit()]
+        return [step for step in steps if disk.status(self.folder / str(step) / MANIFEST) is None]
+
+    def delete_half(self, step: int) -> None:
+        delete_tree(self.folder / str(step))
+        delete_tree(self._marker(step))
 
     def move(self, step: int, target: Path) -> None:
         source = self.folder / str(step)
@@ -193,6 +218,12 @@ def counts(checkpoint: Path) -> bool:
 def is_aside(checkpoint: Path) -> bool:
     """Whether it was set aside."""
     return checkpoint.parent.name == SET_ASIDE or disk.status(checkpoint / DAMAGED) is not None
+
+
+def is_being_saved(checkpoint: Path) -> bool:
+    """Return True for a folder in which a checkpoint is being written or deleted, where folders cannot be renamed."""
+    marker = checkpoint.with_name(f"{checkpoint.name}{SAVING}")
+    return disk.status(marker) is not None and disk.status(checkpoint / MANIFEST) is None
 
 
 def aside(folder: Path) -> list[Path]:

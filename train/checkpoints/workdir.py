@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mupax import __version__, disk, terminal
+from mupax import __version__, disk, folders, terminal
 from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints import failures
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
@@ -89,6 +89,7 @@ def _claim(config: Config) -> tuple[str, bool]:
     path = path_of(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
+    folders.check_complete(path)
     occupied = not all(any(map(Path(name).match, _FIRST)) for name in disk.names(path))
     if occupied and not config.resume and _unstarted(path):
         occupied = False  # `start_anew` empties the folder as soon as it is locked
@@ -276,8 +277,15 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
         WorkdirError: no run is there.
+        HalfMadeError: the command that makes the run has not finished it.
         DiskError: the disk cannot read it.
     """
+    folders.check_complete(path)
+    return _read_record(path)
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """Return what `read_record` returns, of a folder that is being made, too."""
     content, problem = _recorded(path)
     if not content:
         raise WorkdirError(f"{_shown(path)} holds no run ({problem}); write the workdir of one")
@@ -287,8 +295,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """As `read_record`; empty where a folder has no config.json and no checkpoint that kept it."""
-    return read_record(path) if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS) else {}
+    """As `_read_record`; empty where a folder has no config.json and no checkpoint that kept it."""
+    return _read_record(path) if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS) else {}
 
 
 def _recorded(path: Path) -> tuple[dict[str, Any], str]:

@@ -108,7 +108,9 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
         full: Any = published.CONFIGS.get(name, name)
         builder = tfds.builder(full, data_dir=lasting_name(base), file_format="array_record", try_gcs=False)
         _reach(builder, base)
-        builder.download_and_prepare(file_format="array_record")
+        with cache.lock(base, dataset, terminal.note):
+            cache.delete_incomplete(Path(builder.data_path))
+            builder.download_and_prepare(file_format="array_record")
     except (Exception, SystemExit) as error:  # whatever a data set's own code, network or licence raises
         lines = [line for line in str(error).splitlines() if line.strip()][:5]
         print(f"error: TFDS could not prepare {name}: {type(error).__name__}", *lines, sep="\n  ", file=sys.stderr)

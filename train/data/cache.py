@@ -104,10 +104,13 @@ def folder(path: Path) -> Path:
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "no permission")
     except OSError as error:
-        raise DataError(
+        message = (
             f"cannot write prepared data to {path}: {error.strerror}. "
             "Set MUPAX_DATA (or data.data_dir) to a folder you can write to"
-        ) from error
+        )
+        if error.errno in disk.NO_ROOM:
+            raise disk.DiskError(message) from error
+        raise DataError(message) from error
     return path
 
 
@@ -159,13 +162,22 @@ def write_json(path: Path, value: Any) -> None:
     Args:
         path: in a folder that exists.
         value: what the file then holds.
+
+    Raises:
+        DiskError: the disk does not take it.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with part.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    disk.write_whole(path, json.dumps(value, indent=1))
+
+
+def delete_incomplete(data_set: Path) -> None:
+    """Delete what killed preparations of a data set have left beside it. The caller holds the data set's lock.
+
+    Args:
+        data_set: folder of the data set's version, beside which TFDS writes `incomplete.XXXXXX_VERSION`.
+    """
+    for name in disk.names(data_set.parent):
+        if name.startswith("incomplete.") and name.endswith(f"_{data_set.name}"):
+            remove_tree(data_set.parent / name)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -185,7 +197,7 @@ def remembered(name: str, compute: Callable[[], dict[str, float]]) -> dict[str, 
     numbers = read_json(path)
     if numbers is None or not all(isinstance(value, float) for value in numbers.values()):
         numbers = compute()
-        with contextlib.suppress(DataError):  # one that others prepared and we may only read
+        with contextlib.suppress(DataError, disk.DiskError):  # one that others prepared and we may only read
             write_json(folder(path.parent) / path.name, numbers)
     return numbers
 

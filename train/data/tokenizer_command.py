@@ -56,9 +56,9 @@ class TrainTokenizer:
         library = named_tokenizers.train_bpe(itertools.chain([first], documents), self.size, texts.special)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            disk.write_whole(file, library.to_str(pretty=True))  # `save` takes no path that is not UTF-8
-        except (OSError, disk.DiskError) as error:
+        except OSError as error:
             raise DataError(f"cannot write --out {file}: {error}") from error
+        disk.write_whole(file, library.to_str(pretty=True))  # `save` takes no path that is not UTF-8
         encoder = Subwords(file)
         special = ", ".join(dict.fromkeys((SEPARATOR, *texts.special)))
         terminal.say(f"{file} has {encoder.vocab_size:,} tokens, of which {special} stand for no text")

@@ -43,10 +43,12 @@ def main(argv: Sequence[str]) -> int:
     """Converts; 0 when done. Raises UsageError, WorkdirError or WeightsError for what does not fit."""
     args = command_line.parse(Convert, "mupax train convert", argv)
     from mupax.train.checkpoints import saved_run
+    from mupax.train.checkpoints.making import finish, is_made
     from mupax.train.reuse import runs
-    from mupax.train.reuse.huggingface.files import check_free
 
-    check_free(args.out)
+    command = ["mupax", "train", "convert", *argv]
+    if is_made(args.out, command):
+        return 0
     run = saved_run.find(args.workdir)
     before = run.config
     form = dataclasses.replace(before.preset, form=args.form)
@@ -54,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     one, other = (runs.on_one_device(config) for config in (before, after))
     state = runs.whole_state(run.verified(), one)
     state = convert(state, one.definition, one.preset, other.preset, before.optimizer.name)
-    step = runs.write(args.out, after, other.preset.describe(), state, run.facts, run.assets())
+    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, run.assets())
     terminal.say(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
     if before.optimizer.clip_norm is not None:
         terminal.say(
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= after.steps:
         terminal.say(f"which has {after.steps} steps, all done: add --steps N, of more than {step}")
+    finish(args.out)
     return 0
 
 

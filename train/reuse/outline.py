@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mupax import folders
 from mupax.disk import read_json
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import assets
@@ -45,6 +46,7 @@ def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], 
 
     Raises:
         WeightsError, JsonError: nothing of this kind there, or a file that is not whole.
+        HalfMadeError: the command that makes the folder has not finished it.
     """
     folder, named = named_step(path)
     step = step if named is None else named
@@ -53,6 +55,7 @@ def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], 
         step = step if named is None else named
     if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file():
         folder = folder.parent
+    folders.check_complete(folder)
     imported = (folder / MODEL).is_file()
     if not imported and not (folder / CONFIG).is_file():
         raise WeightsError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ from mupax import disk
 from mupax.train.checkpoints import assets, failures, workdir
 from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.checkpoints.making import making
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.train.reuse.source import WeightsError
+
+_ENTRIES = (workdir.RECORD, assets.FOLDER, workdir.CHECKPOINTS)
+"""What is written into a run's folder."""
 
 
 def on_one_device(config: Config) -> Program:
@@ -43,29 +48,39 @@ def whole_state(folder: Path, program: Program) -> TrainState:
 
 
 def write(
-    out: Path, config: Config, preset: str, state: TrainState, facts: dict[str, Any], own: Assets | None = None
+    out: Path,
+    command: Sequence[str],
+    config: Config,
+    preset: str,
+    state: TrainState,
+    facts: dict[str, Any],
+    own: Assets | None = None,
 ) -> int:
-    """Write a run that goes on from a state; gives the step.
+    """Write a run that goes on from a state, whole or not at all. Return the step.
 
     Args:
-        out: its workdir, new or empty.
-        config: of the run to come.
-        preset: its preset in words.
-        state: of it.
-        facts: of its data.
-        own: assets of the run that it was made from.
+        out: workdir of the run, missing, empty, or left by a command that was killed.
+        command: words of the command that makes the run.
+        config: config of the run to come.
+        preset: the run's preset in words.
+        state: the state to go on from.
+        facts: facts of the run's data.
+        own: assets of the run that the new one was made from.
 
     Raises:
-        WorkdirError: the checkpoint could not be saved, or an asset is missing or damaged.
+        WorkdirError: an asset is missing or damaged.
+        HalfMadeError, OutError, DiskError: as `making`.
     """
-    out, step = out.absolute(), int(state.step)
+    step = int(state.step)
     files = own.files() if own is not None else {}
-    out.mkdir(parents=True, exist_ok=True)
-    workdir.record(out, config, facts, preset, {})
-    entries = assets.write(out, files) if files else {}
-    with Checkpoints(out, config.checkpoint.keep) as checkpoints:
-        checkpoints.assets = entries
-        checkpoints.save(step, state, facts, last=True)
-        if failure := checkpoints.wait():
-            raise workdir.WorkdirError(failure)
+    with making(out.absolute(), command, in_bucket=_ENTRIES) as folder:
+        workdir.record(folder, config, facts, preset, {})
+        entries = assets.write(folder, files) if files else {}
+        with Checkpoints(folder, config.checkpoint.keep) as checkpoints:
+            checkpoints.assets = entries
+            checkpoints.save(step, state, facts, last=True)
+            if failure := checkpoints.wait():
+                raise disk.DiskError(
+                    f"{failure}; nothing is left of {out}: see to the disk, then write the command again"
+                )
     return step

@@ -7,6 +7,7 @@ from typing import Any
 
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import workdir
+from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.config.record import completed, differences, from_json, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.optimizer import schedule_table
@@ -18,7 +19,6 @@ _APART = (
     "recipe",
     "init",
     "distributed",
-    "checkpoint",
     "log",
     "workdir",
     "resume",
@@ -76,7 +76,13 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
         )
 
 
-def announce(config: Config, runtime: Runtime, step: int, sets: Mapping[str, Mapping[str, Any]]) -> None:
+def announce(
+    config: Config,
+    runtime: Runtime,
+    step: int,
+    sets: Mapping[str, Mapping[str, Any]],
+    checkpoints: CheckpointFolder,
+) -> None:
     """Say where a resumed run goes on and what has changed since it was recorded.
 
     Args:
@@ -84,6 +90,7 @@ def announce(config: Config, runtime: Runtime, step: int, sets: Mapping[str, Map
         runtime: its surroundings, with its folder.
         step: steps done.
         sets: facts of each further evaluation set, by name.
+        checkpoints: those of the run, with the settings of this part.
 
     Raises:
         ResumeError: as `check`, where steps are done.
@@ -101,5 +108,16 @@ def announce(config: Config, runtime: Runtime, step: int, sets: Mapping[str, Map
     if step:
         check(before, config, step)
         console.print(f"resuming {config.recipe} at step {step} of {config.steps}")
-    for change in changes(before, config):
+    changed = changes(before, config)
+    for change in changed:
         warn(f"changed since: {change}")
+    if any(change.startswith("checkpoint.") for change in changed) and step < config.steps:
+        leaving = runtime.processes.broadcast("leaving", checkpoints.leaving)
+        leaving = [saved for saved in leaving if saved <= step]  # later ones move to a branch
+        if leaving:
+            listed = ", ".join(map(str, leaving))
+            keep = config.checkpoint.keep + len(leaving)
+            warn(
+                f"caution: with --checkpoint.keep {config.checkpoint.keep} the checkpoints {listed} are deleted, at the next "
+                f"save at the latest; --checkpoint.keep {keep} keeps them"
+            )

@@ -385,7 +385,8 @@ def starting_position(
     if runtime.resumed:
         from mupax.train.run import resume
 
-        resume.announce(config, runtime, position.step, {name: each.facts for name, each in sets.items()})
+        set_facts = {name: loaded.facts for name, loaded in sets.items()}
+        resume.announce(config, runtime, position.step, set_facts, checkpoints)
     if at is not None:
         files = [runtime.files / metrics.FILE_NAME, runtime.folder / workdir.RECORD]
         if line := runtime.processes.broadcast("branch", lambda: selection.branch_off(checkpoints, at, files)):

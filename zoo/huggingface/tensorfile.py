@@ -8,6 +8,7 @@ what it does not know is checked here: types, empty tensors, and names in an ind
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -37,6 +38,8 @@ SHARD_BYTES = 5 * 10**9
 
 _BARE = re.compile(r'(?!\.)[^/\\:*?"<>|]*\.safetensors')
 """The name of a file without a folder, in any system's spelling."""
+_OS_ERROR = re.compile(r"os error (\d+)")
+"""Number of the system's error in the text of one of `safetensors`."""
 
 
 class TensorFileError(MupaxError):
@@ -135,6 +138,20 @@ def files_of_index(index: Path) -> dict[str, list[str]]:
     return parts
 
 
+def check_whole(folder: Path) -> None:
+    """Refuse a folder of weights that lacks a part, or whose parts are not as long as their headers say.
+
+    Raises:
+        TensorFileError, JsonError: the text names the file.
+    """
+    parts = list(files_of_index(folder / INDEX)) if (folder / INDEX).is_file() else []
+    missing = [part for part in parts if not (folder / part).is_file()]
+    if missing:
+        raise TensorFileError(f"{folder}: {INDEX} names {missing[0]}, which is not there; bring it back")
+    for file in sorted(folder.glob("*.safetensors")):
+        _opened(file)
+
+
 def write_tensors(
     folder: Path,
     arrays: Iterable[tuple[str, np.ndarray]],
@@ -163,7 +180,7 @@ def write_tensors(
     total = 0
 
     def flush() -> None:
-        save_file(waiting, folder / f".part-{len(parts)}.safetensors", metadata=dict(metadata or {}))
+        _save(waiting, folder / f".part-{len(parts)}.safetensors", dict(metadata or {}))
         parts.append(list(waiting))
         waiting.clear()
 
@@ -186,6 +203,16 @@ def write_tensors(
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     return [folder / file for file in files]
+
+
+def _save(arrays: dict[str, np.ndarray], file: Path, metadata: dict[str, str]) -> None:
+    """Write a file of tensors. The library hides the error of a full disk in a text."""
+    try:
+        save_file(arrays, file, metadata=metadata)
+    except SafetensorError as error:
+        if code := _OS_ERROR.search(str(error)):
+            raise OSError(int(code[1]), os.strerror(int(code[1])), str(file)) from error
+        raise
 
 
 def _file_of(path: Path) -> Path:

@@ -142,6 +142,23 @@ def test_how_many_checkpoints_are_kept_is_a_choice(folder: Path) -> None:
 
 
 @pytest.mark.core
+def test_what_a_smaller_keep_deletes_is_said_when_the_run_goes_on(
+    whole: Done, untrained: list[tuple[int, int | None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree("whole", "fewer")
+    words = [*TINY.split(), "--steps", str(STEPS + 3), "--workdir", "fewer", "--resume", "--resume-change", "schedule"]
+    assert main([*words, "--checkpoint.keep", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "changed since: checkpoint.keep 2 -> 1" in printed
+    assert "the checkpoints 6 are deleted" in printed
+    assert main([*words, "--checkpoint.keep", "2"]) == 0
+    printed = capsys.readouterr().out
+    assert "changed since: checkpoint.keep 1 -> 2" in printed
+    assert "deleted" not in printed
+    assert checkpoints("fewer") == [6, STEPS]
+
+
+@pytest.mark.core
 def test_a_finished_run_is_not_trained_again(whole: Done) -> None:
     shutil.copytree("whole", "finished")
     done = train("--workdir", "finished", "--resume")

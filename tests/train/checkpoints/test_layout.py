@@ -112,7 +112,7 @@ def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monke
         unlink(self, **how)
 
     monkeypatch.setattr(type(saved), "unlink", noted)
-    monkeypatch.setattr("mupax.train.checkpoints.layout.remove_tree", lambda path: gone.append(path.name))
+    monkeypatch.setattr("mupax.train.checkpoints.layout.delete_tree", lambda path: gone.append(path.name))
     with Checkpoints(saved, 2) as checkpoints:
         gone.clear()
         checkpoints.layout.delete(3)
@@ -174,3 +174,62 @@ def data_file_of(step: Path) -> Path:
     if isinstance(step, Path):
         return data_file(step)
     return max((path for path in step.rglob("*") if "/d/" in str(path)), key=lambda path: path.stat().st_size)
+
+
+@pytest.fixture(params=["disk", "mounted"])
+def two_saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A run with the checkpoints 2 and 3, in folders that can be renamed or not."""
+    if request.param == "mounted":
+        request.getfixturevalue("mounted")
+    with Checkpoints(tmp_path / "run", 2) as checkpoints:
+        for step in (2, 3):
+            checkpoints.save(step, state_at(step), FACTS)
+            assert checkpoints.wait() is None
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["at once", "half way"])
+def test_a_checkpoint_is_saved_whatever_becomes_of_an_older_one(
+    half: bool, two_saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes: list[str] = []
+    with Checkpoints(two_saved, 2, note=notes.append) as checkpoints:
+        layout = type(checkpoints.layout)
+
+        def refuse(*_: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        with monkeypatch.context() as patch:
+            if half:
+                patch.setattr("mupax.train.checkpoints.layout.delete_tree", refuse)
+            else:
+                patch.setattr(layout, "delete", refuse)
+            for step in (5, 7):
+                checkpoints.save(step, state_at(step), FACTS)
+                assert checkpoints.wait() is None
+        assert [note for note in notes if "could not be saved" in note] == []
+        told = [note for note in notes if "checkpoints/2" in note]
+        assert len(told) == 1
+        assert "Permission denied" in told[0]
+        assert {5, 7} <= set(steps(two_saved / "checkpoints"))
+        checkpoints.save(9, state_at(9), FACTS)
+        assert checkpoints.wait() is None
+    assert left(two_saved) == {"7", "9"}
+    state, _ = restored(two_saved)
+    assert same(state, state_at(9))
+
+
+def test_a_checkpoint_that_is_being_saved_is_not_damaged(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = saved / "checkpoints"
+    whole = (folder / "5" / manifest.NAME).read_bytes()
+    (folder / "5" / manifest.NAME).unlink()
+    assert command.main([str(saved)]) == 1  # control: without the mark of a save something is wrong
+    assert "damaged: manifest.json is missing" in capsys.readouterr().out
+    (folder / "5.saving").write_text("")
+    assert command.main([str(saved)]) == 0
+    shown = capsys.readouterr().out
+    assert "being saved" in shown
+    assert "damaged" not in shown
+    (folder / "5" / manifest.NAME).write_bytes(whole)
+    assert command.main([str(saved)]) == 0
+    assert "being saved" not in capsys.readouterr().out

@@ -147,6 +147,7 @@ def embedded(
             builder, ready = opened()  # another process may have prepared it while this one waited
             if not ready:
                 note(f"preparing {builder.name} in {base / builder.data_path.relative_to(named)}")
+                cache.delete_incomplete(Path(builder.data_path))
                 with quiet():
                     builder.download_and_prepare(file_format="array_record")
     return builder

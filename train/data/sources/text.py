@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grain
 import numpy as np
 
+from mupax import disk
 from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
@@ -265,7 +265,5 @@ def opened_tokenizer(
         with cache.lock(path.parent, path.stem, note):
             if not path.exists():
                 note(f"training a tokenizer of {size:,} tokens")
-                part = path.with_name(f"{path.name}.{os.getpid()}.part")
-                named_tokenizers.train_bpe(texts(), size, special).save(str(part))
-                part.replace(path)
+                disk.write_whole(path, named_tokenizers.train_bpe(texts(), size, special).to_str(pretty=True))
     return tokenizer.Subwords(path, config.separator, config.special_tokens)

@@ -74,6 +74,9 @@ def prepared(key: str, documents: Callable[[], Documents], tokenizer: Encoder, n
     folder = cache.root() / "packed" / name
     opened, _ = _open(folder, tokenizer)
     if opened is not None:
+        with contextlib.suppress(OSError):  # a cache that may only be read
+            for side in SIDES:
+                (folder / f"{side}.jsonl").unlink(missing_ok=True)  # left by a kill just after the manifest
         return opened
     with cache.lock(folder.parent, name, note, lambda: _help(documents(), tokenizer, folder)):
         opened, wrong = _open(folder, tokenizer)
@@ -85,9 +88,12 @@ def prepared(key: str, documents: Callable[[], Documents], tokenizer: Encoder, n
             try:
                 _pack(documents(), tokenizer, cache.folder(folder), note)
             except OSError as error:
-                raise DataError(
+                message = (
                     f"cannot write {folder}: {error.strerror}. Make room (what is done is kept), or set MUPAX_DATA"
-                ) from error
+                )
+                if error.errno in disk.NO_ROOM:
+                    raise disk.DiskError(message) from error
+                raise DataError(message) from error
             opened, wrong = _open(folder, tokenizer)
     if opened is None:
         raise DataError(f"{wrong} just after it was prepared; is the disk full or shared by hosts that see it late?")

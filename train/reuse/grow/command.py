@@ -53,12 +53,14 @@ def main(argv: Sequence[str]) -> int:
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
     from mupax.train.checkpoints import saved_run
+    from mupax.train.checkpoints.making import finish, is_made
     from mupax.train.reuse import runs, transplant
     from mupax.train.reuse.grow.axes import GrowError
-    from mupax.train.reuse.huggingface.files import check_free
     from mupax.train.reuse.start import init_from
 
-    check_free(args.out)
+    command = ["mupax", "train", "grow", *argv]
+    if is_made(args.out, command):
+        return 0
     try:
         run = saved_run.find(args.checkpoint)
     except saved_run.WorkdirError as error:
@@ -71,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     state, growth = grown(one, other, old)
     batch, examples = compared_examples(run, console.print)
     was, now = logits(one, old.params, batch), logits(other, state.params, batch)
-    step = runs.write(args.out, after, other.preset.describe(), state, run.facts, run.assets())
+    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, run.assets())
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
     init_from.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
@@ -84,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     print(terminal.command(shlex.join(["mupax", "train", "--resume", "--workdir", str(args.out)])))
     if step >= after.steps:
         console.print(f"which has {after.steps} steps, all done: add --steps N, of more than {step}", highlight=False)
+    finish(args.out)
     return 0
 
 

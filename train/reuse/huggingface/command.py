@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.paths import delivered, path_of
+from mupax.paths import path_of
 from mupax.train.config.preset import PresetFlags
 from mupax.train.config.sections import Step
 from mupax.train.data.chats import templates
@@ -48,18 +48,21 @@ class Import(PresetFlags):
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
+        from mupax.train.checkpoints.making import finish, is_made, making
         from mupax.train.reuse import source as pretrained
         from mupax.train.reuse.huggingface import files as pretrained_files
         from mupax.train.reuse.huggingface import hub
 
         config = self.config(self.preset)
-        pretrained_files.check_free(self.out)
+        command = command_line.words_of("mupax zoo import", self)
+        if is_made(self.out, command):
+            return 0
         path = hub.local(self.path, self.revision)
         source = pretrained.read(path)
         text = text_of(source, path, None, None)
         if source.run is not None and text.encoder is not None and not source.model.denoises:
             source = source._replace(text_ids=_present_ids(_token_ids(source, text)))
-        with delivered(self.out) as out:
+        with making(self.out, command) as out:
             preset = pretrained_files.write_imported(
                 source, config, out, str(self.path), reads_bytes=text.name == "bytes"
             )
@@ -70,6 +73,7 @@ class Import(PresetFlags):
         for note in notes:
             terminal.say(note)
         terminal.say(f"written to {self.out} under {preset['described']}")
+        finish(self.out)
         return 0
 
 
@@ -94,12 +98,14 @@ class Export:
 
     def run(self) -> int:
         """0 when written; raises what does not fit."""
-        from mupax.train.reuse.huggingface import files as pretrained_files
+        from mupax.train.checkpoints.making import finish, is_made, making
         from mupax.train.reuse.huggingface import licences
 
         licence = self.licence and licences.identifier(self.licence)
-        pretrained_files.check_free(self.out)
-        with delivered(self.out) as out:
+        command = command_line.words_of("mupax zoo export", self)
+        if is_made(self.out, command):
+            return 0
+        with making(self.out, command) as out:
             source, notes = exported(
                 self.path,
                 out,
@@ -116,6 +122,7 @@ class Export:
         terminal.say(
             f"written to {self.out}" + (f"; folded from {source.preset.get('described')}" if source.preset else "")
         )
+        finish(self.out)
         return 0
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mupax.paths import is_remote
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.record import model_to_json
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.huggingface import preprocessor
-from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL, WeightsError
+from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL
 from mupax.train.reuse.source import Source, place
 from mupax.zoo.definition import definition
 from mupax.zoo.families import ImageModel
@@ -24,21 +22,6 @@ from mupax.zoo.huggingface.equivalent import equivalent
 from mupax.zoo.huggingface.names import family_of
 from mupax.zoo.huggingface.tensorfile import DType, write_tensors
 from mupax.zoo.transformer import transformer
-
-
-def check_free(out: Path) -> None:
-    """Refuse a folder that weights cannot be written to, before they are read.
-
-    Raises:
-        WeightsError: the folder holds something, or cannot be made.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise WeightsError(f"--out {out} is not an empty folder; give another one")
-    if is_remote(out):
-        return
-    there = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise WeightsError(f"--out {out}: cannot write into {there}; give another folder")
 
 
 def write_imported(

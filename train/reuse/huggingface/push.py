@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,9 +84,11 @@ def main(argv: Sequence[str]) -> int:
 @contextmanager
 def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     """A folder, and the names of its files that are to be sent."""
+    from mupax.train.checkpoints.making import scratch
     from mupax.train.reuse.huggingface import licences
     from mupax.train.reuse.huggingface.command import exported
     from mupax.train.reuse.outline import MODEL, WeightsError, opened
+    from mupax.zoo.huggingface.tensorfile import check_whole
 
     folder, fields, _ = opened(args.path, args.step)
     if "model_type" in fields and not (folder / MODEL).is_file():
@@ -97,10 +98,10 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         names = sorted(each.name for each in folder.iterdir() if each.is_file() and each.name.endswith(SENT))
         if not any(name.endswith(".safetensors") for name in names):
             raise WeightsError(f"{folder} has config.json and no safetensors")
+        check_whole(folder)
         yield folder, [name for name in names if not name.startswith(".")]
         return
-    with tempfile.TemporaryDirectory(prefix="mupax-push-") as out:
-        target = Path(out)
+    with scratch() as target:
         licence, name = args.licence and licences.identifier(args.licence), args.to.partition("/")[2]
         _, notes = exported(
             args.path,

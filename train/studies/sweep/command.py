@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, disk, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli, sizes
 from mupax.train.config.checks import at_least, note_warmup
@@ -184,7 +184,7 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
         {"what": p.label, "peak_lr": p.config.optimizer.peak_lr, "seed": p.config.seed, **row.to_json()}
         for p, row in zip(grid, rows, strict=True)
     ]
-    path.write_text(json.dumps({"command": command, "points": points}, indent=1) + "\n")
+    disk.write_whole(path, json.dumps({"command": command, "points": points}, indent=1) + "\n")
     terminal.say(f"rows in {path}")
     if len({config.optimizer.peak_lr for config in configs}) > 1 or args.save_tuned:
         _study(args, grid, rows, folder, command)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import terminal
+from mupax import disk, terminal
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import tuned
 from mupax.train.studies.transfer.drift import analyse, finite
@@ -45,7 +45,7 @@ def report(
         print(terminal.table(rows, left=(), indent=1))
         terminal.say(f"  {study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size")
     path = folder / "frugal.json"
-    path.write_text(json.dumps({**about, "studies": records}, indent=1) + "\n")
+    disk.write_whole(path, json.dumps({**about, "studies": records}, indent=1) + "\n")
     terminal.say(f"record in {path}; this search has no verdict on transfer, which --search grid gives")
     if save:
         judged = [(one, analyse(one.study.sizes[:1], [one.curve(0)])) for one in measured if one.study.label == label]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import terminal
+from mupax import disk, terminal
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import figure
 from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, finite
@@ -182,7 +182,7 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
         "studies": [_study(*one) for one in studies],
     }
     record["comparison"] = _comparison(studies, control)
-    (folder / "transfer.json").write_text(json.dumps(record, indent=1) + "\n")
+    disk.write_whole(folder / "transfer.json", json.dumps(record, indent=1) + "\n")
     title = html.escape(about["title"])
     body = [f"<h1>{title}</h1>"]
     for axis in dict.fromkeys(measured.study.axis for measured, _ in studies):
@@ -203,7 +203,8 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
     head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
     page = folder / "transfer.html"
     text = f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
-    page.write_text(text, encoding="utf-8", errors="backslashreplace")  # a path in the command may be any bytes
+    # A path in the command may be any bytes.
+    disk.write_whole(page, text.encode("utf-8", errors="backslashreplace"))
     return page
 
 

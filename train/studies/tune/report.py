@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mupax import disk
 from mupax.terminal import command, wrapped
 from mupax.train.config import record
 from mupax.train.run.report.plotting import BLUE, GREY, INK, ORANGE
@@ -115,7 +116,7 @@ def write(folder: Path, path: Path, search: Search, content: dict[str, Any]) -> 
         content: its `summary`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    disk.write_whole(path, json.dumps(content, indent=1) + "\n")
     picture = folder / "tune.png"
     draw(picture, search, [constant["importance"] for constant in content["constants"]])
     return picture

@@ -120,6 +120,38 @@ def test_a_folder_of_weights_is_sent_as_it_is_and_private(hub: Hub) -> None:
     assert (code, "me/model was there and private, and stays so" in err) == (0, True), err
 
 
+def test_half_of_a_folder_is_not_sent(hub: Hub) -> None:
+    file = Path("weights/model.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    code, _, err = push("weights --to me/model")
+    assert (code, "model.safetensors" in err) == (2, True)
+    file.rename("weights/model-00001-of-00002.safetensors")
+    file.with_name("model-00001-of-00002.safetensors").write_bytes(whole)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    Path("weights/model.safetensors.index.json").write_text(json.dumps(index))
+    code, _, err = push("weights --to me/model")
+    assert (code, "model-00002-of-00002.safetensors" in err) == (2, True)
+    assert hub.calls == []
+
+
+def test_an_upload_that_was_cut_off_is_written_again(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Answers._handle
+
+    def cut_off(self: Answers) -> None:
+        if self.path.endswith("/commit/main"):
+            self.close_connection = True
+            return
+        handle(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Answers, "do_POST", cut_off)
+        code, _, err = push("weights --to me/model")
+    assert (code, "does not answer" in err, hub.files) == (1, True, {})
+    assert push("weights --to me/model")[0] == 0
+    assert hub.files == {path.name: path.read_bytes() for path in Path("weights").iterdir()}
+
+
 def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert zoo_main(["import", "weights", "--out", "mup", "--preset", "mup", "--base", "lm-proxy"]) == 0

@@ -426,7 +426,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
     output = done(zoo, "import", origin, "--out", tmp_path / "in")
     assert "--data.tokenizer" in output
-    assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["model.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "in").glob("[!.]*")) == ["model.json", "model.safetensors"]
     done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "generation_config.json").exists()
 

@@ -121,7 +121,7 @@ def test_push_sends_what_export_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     hub.server_close()
     thread.join()
     assert code == 0, output
-    assert hub.files == {path.name: path.read_bytes() for path in Path("model").iterdir()}
+    assert hub.files == {path.name: path.read_bytes() for path in Path("model").glob("[!.]*")}
 
 
 def test_a_run_that_starts_from_it_has_them_merged() -> None:

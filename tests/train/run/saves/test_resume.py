@@ -128,6 +128,7 @@ def test_every_change_is_shown_by_name_and_every_record_stays(whole: Done, untra
     changes = [line for line in done.out.splitlines() if line.startswith("changed since: ")]
     assert changes == [
         "changed since: accumulation_steps 1 -> 2",
+        "changed since: checkpoint.keep 2 -> 3",
         "changed since: mesh.fsdp 1 -> 2",
         "changed since: optimizer.clip_norm 1.0 -> 0.5",
     ]
