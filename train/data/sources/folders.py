@@ -26,7 +26,7 @@ from mupax.paths import is_remote, path_of
 from mupax.train.config.data import ImageSizes
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus
+from mupax.train.data.records import contents, corpus
 from mupax.train.data.records.listing import files_below, is_hidden, summary
 from mupax.train.data.records.split_names import by_name, split_of
 
@@ -372,12 +372,12 @@ def _has_colour(image: Image.Image) -> bool:
 def _scanned(train: _Labelled, eval_: _Labelled, channels: int, background: str, note: cache.Note) -> _Scan:
     """Decode every image once: a file to refuse is better named now than in mid-run.
 
-    What was whole stays known by its name, size and time. What was broken is looked at again, for it may be repaired.
+    What was whole stays known by its name and content. What was broken is looked at again, for it may be repaired.
     """
     files = [*train, *eval_]
     stats = [path.stat() for _, path, _ in files]
-    marks = (f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for (_, path, _), stat in zip(files, stats, strict=True))
-    digest = cache.digest(f"{len(train)}:{channels}:{background}", *marks)
+    content = contents.digest([path for _, path, _ in files], note)
+    digest = cache.digest(f"{len(train)}:{channels}:{background}", content)
     prefix = "broken:"
 
     def looks(paths: list[Path]) -> dict[str, _Look]:

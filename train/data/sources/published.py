@@ -20,6 +20,7 @@ from mupax.paths import is_remote, path_of
 from mupax.train.config.data import SOURCES, ImageSizes
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError
+from mupax.train.data.records import contents
 from mupax.train.data.sources import folders, text
 from mupax.train.data.text import packing
 from mupax.zoo.families import ModelConfig
@@ -100,17 +101,21 @@ def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
 
 
 def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
-    key, documents = text_documents(data_set, config)
+    key, documents = text_documents(data_set, config, note)
     return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})
 
 
-def text_documents(data_set: DataSet, config: DataConfig) -> tuple[str, Callable[[], packing.Documents]]:
+def text_documents(
+    data_set: DataSet, config: DataConfig, note: cache.Note
+) -> tuple[str, Callable[[], packing.Documents]]:
     """Return the key and the documents of a data set of text.
 
     Args:
         data_set: as `prepared` gives it.
         config: names it.
+        note: told if much is read to see whether the records have changed.
     """
+    content = contents.digest(sorted(file for file in data_set.folder.iterdir() if file.is_file()), note)
 
     def documents() -> packing.Documents:
         import tensorflow_datasets as tfds
@@ -123,7 +128,8 @@ def text_documents(data_set: DataSet, config: DataConfig) -> tuple[str, Callable
         return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
     part = "" if config.train_percent == 100 else f"-{config.train_percent}"
-    return f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}{part}", documents
+    name = config.name.replace("/", "-").replace(":", "-")
+    return f"{name}-{content}{part}", documents
 
 
 def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int) -> Data:
