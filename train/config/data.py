@@ -12,7 +12,7 @@ from tyro import conf
 
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
-from mupax.zoo.families import ArraySpec, Task
+from mupax.zoo.families import ArraySpec, Task, nearest_divisor
 
 
 class ImageSizes(NamedTuple):
@@ -282,6 +282,9 @@ class LimitsConfig:
         at_least("data.limits.", self, 1, "record_mib", "ratio", "megapixels")
 
 
+DEFAULT_LIMITS = LimitsConfig()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
@@ -330,7 +333,7 @@ class DataConfig:
     on_broken: Literal["stop", "skip"] = "stop"
     """Whether a broken image, text, record or file ends the run before it starts, or is left out and counted. For images:, text:,
     records:, chat: and hf:, and mixtures of them."""
-    limits: LimitsConfig = LimitsConfig()
+    limits: LimitsConfig = DEFAULT_LIMITS
     pixels: PixelsConfig = PixelsConfig()
     train_percent: int = 100
     """Data sets of TFDS only: percent of the training split that is trained on, the first of it; the rest is left out."""
@@ -359,12 +362,12 @@ class DataConfig:
             )
         repeats = self.transforms.repeats
         if self.batch_size % repeats:
-            near = max(n for n in range(1, repeats + 1) if self.batch_size % n == 0)
+            near = nearest_divisor(self.batch_size, repeats)
             raise ConfigError(
                 f"data.batch_size {self.batch_size} is not divisible by data.transforms.repeats {repeats}; write repeats {near}"
             )
         if (group := self.transforms.mix_group or self.batch_size) and self.batch_size % group:
-            near = max(n for n in range(1, group + 1) if self.batch_size % n == 0)
+            near = nearest_divisor(self.batch_size, group)
             raise ConfigError(
                 f"data.batch_size {self.batch_size} is not divisible by data.transforms.mix_group {group}; write mix_group {near}"
             )

@@ -62,7 +62,7 @@ class Table:
     _unpacked: int = 0
     _packed: int = 0
     _copied: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Result of `_copied_bytes` for row groups."""
+    """Result of `copied_bytes` for row groups."""
 
     def __post_init__(self) -> None:
         with explained(self.path), opened(self.path) as table:
@@ -110,7 +110,8 @@ class Table:
                     rows = facts.num_rows
                     size = facts.column(column).total_uncompressed_size
                     step = max(1, rows // max(1, size // _PART_BYTES))
-                    decoded = self._copied[group] = self._copied_bytes(group)
+                    decoded = copied_bytes(self.path, self.field, group, self.broken.limits)
+                    self._copied[group] = decoded
                     if decoded > bounds.WINDOW_BYTES:
                         step = max(1, rows * _PART_BYTES // (decoded + size))
                     parts += [Part(group, start, min(start + step, rows), first) for start in range(0, rows, step)]
@@ -121,21 +122,6 @@ class Table:
         finally:
             self._close()
         return parts
-
-    def _copied_bytes(self, group: int) -> int:
-        """Return the bytes of the texts of a row group that are copies: of a dictionary, or of the text before them.
-
-        All pages and these texts are checked against the limits.
-        """
-        limits = self.broken.limits
-        cursor = _Cursor(self.path, self.field, group, limits)
-        with contextlib.closing(cursor):
-            decoded = 0
-            while cursor.row < cursor.copied_rows:
-                sizes = decoded_sizes(cursor.take(cursor.copied_rows - cursor.row))
-                decoded += int(sizes.sum()) + _ROW_BYTES * len(sizes)
-                bounds.check_ratio(f"{self.path} row group {group}", decoded, cursor.packed_bytes, limits)
-        return decoded
 
     def read(self, part: Part) -> list[bytes]:
         """Return the texts of a part, in order.
@@ -215,6 +201,49 @@ class Table:
 
     def __del__(self) -> None:
         self._close()
+
+
+def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> int:
+    """Return the bytes of the texts of a row group that are copies: of a dictionary, or of the text before them.
+
+    All pages and these texts are checked against the limits.
+
+    Args:
+        path: of the file.
+        field: the column.
+        group: number of the row group.
+        limits: bounds on it.
+
+    Raises:
+        DamagedError: the file cannot be read.
+        LimitError: a page or these texts are much larger than what the file has of them.
+    """
+    with contextlib.closing(_Cursor(path, field, group, limits)) as cursor:
+        decoded = 0
+        while cursor.row < cursor.copied_rows:
+            sizes = decoded_sizes(cursor.take(cursor.copied_rows - cursor.row))
+            decoded += int(sizes.sum()) + _ROW_BYTES * len(sizes)
+            bounds.check_ratio(f"{path} row group {group}", decoded, cursor.packed_bytes, limits)
+    return decoded
+
+
+def check_columns(path: Path, limits: LimitsConfig) -> None:
+    """Refuse a file of which some column unpacks to much more than its size on disk.
+
+    Args:
+        path: of the file.
+        limits: bounds on it.
+
+    Raises:
+        DamagedError: the file cannot be read.
+        LimitError: a column is much larger than what the file has of it.
+    """
+    with explained(path), opened(path) as table:
+        groups = table.num_row_groups
+        names = table.schema_arrow.names
+    for group in range(groups):
+        for name in names:
+            copied_bytes(path, name, group, limits)
 
 
 class _Cursor:

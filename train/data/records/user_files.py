@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mupax.train.config.data import LimitsConfig
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
 from mupax.train.data.chats.records import ChatLines, ChatTable
 from mupax.train.data.interface import DataError
@@ -76,7 +76,7 @@ def files(
     *,
     skip_broken: bool = False,
     is_utf8: bool = False,
-    limits: LimitsConfig = LimitsConfig(),
+    limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> Files:
     """Return the files that can be read, of a file or a folder, with the split that their names tell.
 

@@ -17,7 +17,7 @@ import grain
 import numpy as np
 
 from mupax.paths import is_remote, path_of
-from mupax.train.config.data import SOURCES, ImageSizes
+from mupax.train.config.data import DEFAULT_LIMITS, SOURCES, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError
 from mupax.train.data.records import contents
@@ -45,7 +45,12 @@ class DataSet(NamedTuple):
 
 
 def labelled(
-    sources: Sequence[Sequence], image: str, label: str, channels: int, background: str = "white"
+    sources: Sequence[Sequence],
+    image: str,
+    label: str,
+    channels: int,
+    background: str = "white",
+    limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> images.Images:
     """Labelled images of TFDS data sources, one after the other.
 
@@ -55,12 +60,13 @@ def labelled(
         label: name of the label's feature.
         channels: channels to decode image files to.
         background: of transparent pixels in image files, as `data.pixels.background` names it.
+        limits: bounds on image files.
     """
 
     def read(i: int, record: dict[str, Any]) -> tuple[np.ndarray, int]:
         pixels = record[image]
         if isinstance(pixels, bytes):
-            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set", background)
+            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set", background, limits=limits)
         return pixels, int(record[label])
 
     records: Any = grain.MapDataset.concatenate([grain.MapDataset.source(source) for source in sources])
@@ -123,7 +129,7 @@ def text_documents(
         from mupax.train.data.records import builders
 
         with cache.whole(data_set.folder, config.name):
-            builder = tfds.builder_from_directory(data_set.folder)
+            builder = builders.from_folder(data_set.folder)
             feature = _feature(builder, data_set, (tfds.features.Text,), "text")
         return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
@@ -138,7 +144,7 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     from mupax.train.data.records import builders
 
     with cache.whole(data_set.folder, config.name):
-        builder = tfds.builder_from_directory(data_set.folder)
+        builder = builders.from_folder(data_set.folder)
         image = _feature(builder, data_set, (tfds.features.Image, tfds.features.Tensor), "image")
         label = _feature(builder, data_set, (tfds.features.ClassLabel,), "label")
         features: Any = builder.info.features
@@ -160,7 +166,12 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
     train, eval_ = (
         labelled(
-            [builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels, pixels.background
+            [builders.Source(builder, data_set.splits[side], skip)],
+            image,
+            label,
+            vision.channels,
+            pixels.background,
+            config.limits,
         )
         for side in ("train", "eval")
     )
@@ -194,7 +205,13 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         return None
     import tensorflow_datasets as tfds
 
-    features: Any = tfds.builder_from_directory(data_set.folder).info.features
+    from mupax.train.data.records import builders
+
+    try:
+        with cache.whole(data_set.folder, config.name):
+            features: Any = builders.from_folder(data_set.folder).info.features
+    except DataError:  # the run says it
+        return None
     kinds = (tfds.features.Image, tfds.features.Tensor)
     pictures: list[Any] = [
         feature for feature in features.values() if type(feature) in kinds and len(feature.shape) == 3

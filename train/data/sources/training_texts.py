@@ -177,7 +177,7 @@ def _written(template: Template, documents: Documents) -> Iterator[bytes]:
 def _hub(config: DataConfig) -> TrainingTexts:
     from mupax.train.data.streams import hub
 
-    data_set = hub.opened(config.name)
+    data_set = hub.opened(config.name, config.limits)
     documents = hub.HubDocuments(data_set, "train", config.field)
 
     def read() -> Iterator[bytes]:

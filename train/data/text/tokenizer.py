@@ -220,7 +220,7 @@ class Subwords:
         self._batch_bytes = max(1, int(_BATCH_BYTES / untrusted.check_library(self._library, str(path))))
         self._digest = hashlib.sha256(content).hexdigest()
         self.key = f"tokenizer-{self._digest[:16]}"
-        self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
         usual = self.find(*USUAL_SEPARATORS)
         chosen = usual if separator is None else self.find(separator)
         if chosen is None:
