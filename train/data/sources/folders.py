@@ -57,7 +57,7 @@ _TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
     8: lambda pixels: np.rot90(pixels),
 }
 """What makes the pixels of an image upright, by the orientation in its EXIF data."""
-_PIXEL_WEIGHTS = {"AVIF": 3.0, "GIF": 2.0, "ICNS": 4.0, "JPEG2000": 4.0, "TIFF": 2.0, "WEBP": 2.0}
+_PIXEL_WEIGHTS = {"AVIF": 3.0, "GIF": 2.0, "ICNS": 4.0, "JPEG2000": 4.0, "TIFF": 2.0, "WEBP": 3.0}
 """Times as much memory as PNG that decoding a pixel takes."""
 _PROGRESSIVE_WEIGHT = 1.25
 """A progressive JPEG has the coefficients of all its pixels in memory."""
@@ -405,12 +405,23 @@ def _look(path: Path, channels: int, background: str, limits: LimitsConfig) -> _
             colour = _has_colour(image)
             pixels = _pixels(image, channels, background, _SCAN_SIDE)
             hidden = False
-            if image.has_transparency_data and (pixels == pixels[0, 0]).all():
-                least, most = image.convert("RGBA").getchannel("A").getextrema()
-                hidden = least != most
+            is_plain = (pixels.min(axis=(0, 1)) == pixels.max(axis=(0, 1))).all()
+            if is_plain and image.has_transparency_data:
+                hidden = _has_levels_of_transparency(image)
     except DataError as error:
         return _Look(error)
     return _Look(None, colour, hidden)
+
+
+def _has_levels_of_transparency(image: Image.Image) -> bool:
+    """Return whether an image with transparency has pixels of more than one level of it."""
+    width, height = image.size
+    rows = max(1, _BAND_PIXELS // width)
+    levels: set[Any] = set()
+    for top in range(0, height, rows):
+        band = image.crop((0, top, width, min(height, top + rows)))
+        levels.update(band.convert("RGBA").getchannel("A").getextrema())
+    return len(levels) > 1
 
 
 def _has_colour(image: Image.Image) -> bool:
