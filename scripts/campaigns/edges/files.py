@@ -81,14 +81,11 @@ def prepare() -> None:
     import pyarrow.parquet  # noqa: F401
     import tokenizers  # noqa: F401
 
-    import mupax.train.__main__
-    import mupax.train.data.__main__
     import mupax.train.data.sources.cifar5m
     import mupax.train.data.sources.streams
     import mupax.train.data.streams.hub
     import mupax.train.reuse.huggingface.command
-    import mupax.train.reuse.source
-    import mupax.zoo.__main__  # noqa: F401
+    import mupax.train.reuse.source  # noqa: F401
 
 
 def in_process(read: Callable[[], int], log: Path) -> Read:

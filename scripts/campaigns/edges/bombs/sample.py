@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +39,14 @@ class Sample:
 
 def mupax(folder: Path, *words: str) -> int:
     """Run a `mupax` command in this process, with prepared data below the folder."""
-    from mupax.__main__ import main
-
     os.environ["MUPAX_DATA"] = str(folder / "cache")
     os.chdir(folder)
-    return main([*words])
+    sys.argv[1:] = words
+    try:
+        runpy.run_module("mupax", run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    return 0
 
 
 def first_batches(folder: Path, name: str, **fields: Any) -> int:

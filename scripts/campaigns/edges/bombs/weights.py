@@ -59,11 +59,6 @@ def _import(folder: Path) -> int:
     return mupax(folder, "zoo", "import", "model", "--out", "imported")
 
 
-def _import_then(folder: Path, *words: str) -> int:
-    code = _import(folder)
-    return code if code else mupax(folder, *words)
-
-
 def _describe(folder: Path) -> int:
     """Open the weights as `train.load` does, and write a text."""
     from mupax import terminal
@@ -95,6 +90,7 @@ def _values() -> Iterator[Sample]:
         make = functools.partial(_wrong_value, value=value)
         yield Sample(f"weights: {title} in an embedding, zoo import", "weights", make, _import, REFUSED, "token")
     make = functools.partial(_wrong_value, value=math.nan)
+    yield Sample("weights: NaN in an embedding, --init-from", "weights", make, _init_from, REFUSED, "token")
     yield Sample("weights: NaN in an embedding, train.load", "weights", make, _describe, REFUSED, "token")
     half = functools.partial(_wrong_value, value=math.nan, half=True)
     yield Sample("weights: NaN in half precision", "weights", half, _import, REFUSED, "token")
