@@ -126,13 +126,19 @@ def check_finite(params: Params, path: Path, *, is_run: bool) -> None:
     Raises:
         WeightsError: a parameter has such values; the text names the parameters.
     """
-    wrong = {name: count for name, value in params.items() if (count := _not_finite(value))}
+    wrong = not_finite(params)
     if wrong:
         named = [
             f"{ascii(name)[1:-1][:60]} ({count:,} of {params[name].size:,} values)" for name, count in wrong.items()
         ]
         advice = "give an earlier step of the run" if is_run else "get the file again, or another version of it"
         raise WeightsError(f"{path}: NaN or infinite values in {first_of(named)}; {advice}")
+
+
+def not_finite(params: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parameters that have NaN or infinite values, with their number."""
+    counts = {name: _not_finite(np.asarray(value)) for name, value in params.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _not_finite(value: np.ndarray) -> int:

@@ -107,14 +107,14 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
             if right > 0 and left.bit_length() * right > _MOST_BITS:
                 raise TemplateLimitError("it makes a number of thousands of digits")
         elif operator == "*" and (_is_sequence(left) or _is_sequence(right)):
-            items, times = (left, right) if _is_sequence(left) else (right, left)
+            times = right if _is_sequence(left) else left
             if isinstance(times, int):
-                _written(len(items) * max(0, times))
+                _written(max(_size(left), _size(right)) * max(0, times))
         elif operator == "*" and isinstance(left, int) and isinstance(right, int):
             if left.bit_length() + right.bit_length() > _MOST_BITS:
                 raise TemplateLimitError("it makes a number of thousands of digits")
         elif operator == "+" and _is_sequence(left):
-            _written(len(left) + _size(right))
+            _written(_size(left) + _size(right))
         elif operator == "%" and isinstance(left, str):
             _check_format(left, right if isinstance(right, tuple) else (right,))
         return super().call_binop(context, operator, left, right)

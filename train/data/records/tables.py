@@ -419,7 +419,8 @@ def decoded_sizes(array: Any) -> np.ndarray:
         return sum(fields, np.zeros(len(array), np.int64))
     binary = (pyarrow.types.is_string, pyarrow.types.is_large_string, pyarrow.types.is_binary)
     if any(test(kind) for test in binary):
-        return np.asarray(compute.binary_length(array).fill_null(0)).astype(np.int64)
+        lengths: Any = compute.call_function("binary_length", [array])
+        return np.asarray(lengths.fill_null(0)).astype(np.int64)
     return np.full(len(array), _ROW_BYTES, np.int64)
 
 
