@@ -88,7 +88,9 @@ def _written_out(parts: Any) -> str:
     """Return the texts that a template writes as one."""
     texts = []
     for part in parts:
-        _written(len(part))
+        _SPENT.written += len(part)
+        if _SPENT.written > _MOST_WRITTEN:
+            _written(len(part))
         texts.append(part)
     return "".join(texts)
 
@@ -103,6 +105,12 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
         return _Counting().visit(super()._parse(source, name, filename))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:  # nearly all of them
+            text = left + right
+            _SPENT.written += len(text)
+            if len(text) > _LARGEST or _SPENT.written > _MOST_WRITTEN:
+                _written(len(text))
+            return text
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             if right > 0 and left.bit_length() * right > _MOST_BITS:
                 raise TemplateLimitError("it makes a number of thousands of digits")

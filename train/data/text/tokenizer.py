@@ -217,10 +217,12 @@ class Subwords:
             raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}") from error
         self._library.no_padding()  # of a model's inputs, not of texts: ids must not depend on the batch
         self._library.no_truncation()
-        self._batch_bytes = max(1, int(_BATCH_BYTES / untrusted.check_library(self._library, str(path))))
+        ids = self._library.get_vocab(with_added_tokens=True).values()
+        growth = untrusted.check_library(self._library, ids, str(path))
+        self._batch_bytes = max(1, int(_BATCH_BYTES / growth))
         self._digest = hashlib.sha256(content).hexdigest()
         self.key = f"tokenizer-{self._digest[:16]}"
-        self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocab_size = 1 + max(ids, default=-1)
         usual = self.find(*USUAL_SEPARATORS)
         chosen = usual if separator is None else self.find(separator)
         if chosen is None:

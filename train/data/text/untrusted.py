@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from mupax.train.data.interface import DataError
@@ -65,11 +65,12 @@ def check_content(content: bytes, name: str) -> None:
         )
 
 
-def check_library(library: Any, name: str) -> float:
+def check_library(library: Any, ids: Collection[int], name: str) -> float:
     """Refuse an opened tokenizer that makes too much of a text. Return how many times longer a normalizer may make a text.
 
     Args:
         library: `tokenizers.Tokenizer`.
+        ids: of its tokens.
         name: of the file, for the message.
 
     Raises:
@@ -104,7 +105,6 @@ def check_library(library: Any, name: str) -> float:
             raise DataError(
                 f"{name} has a special token of {len(token.content):,} characters; write one of {_LONGEST_SPECIAL} at most"
             )
-    ids = library.get_vocab(with_added_tokens=True).values()
     if ids and max(ids) > _GAP * (len(ids) + 1024):
         raise DataError(f"{name} has the id {max(ids):,} and {len(ids):,} tokens; number its tokens from 0 on")
     return growth
