@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 import jinja2
 from jinja2 import ext, nodes, sandbox, visitor
 
-from mupax.train.data.chats.templates import MARKS
-
 _MOST_TURNS = 2_000_000
 """Of all loops and calls of a rendering."""
 _TURNS_PER_CALL = 20
@@ -100,6 +98,8 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     concat = staticmethod(_written_out)
+    marks: str
+    """What is put before and after an answer."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Counting().visit(super()._parse(source, name, filename))
@@ -249,15 +249,17 @@ class Generation(ext.Extension):
         return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
 
     def _marked(self, caller: Callable[[], str]) -> str:
-        return f"{MARKS[0]}{caller()}{MARKS[1]}"
+        marks = self.environment.marks  # pyright: ignore[reportAttributeAccessIssue]
+        return f"{marks[0]}{caller()}{marks[1]}"
 
 
 @functools.cache
-def environment(dated: bool) -> Environment:
+def environment(dated: bool, marks: str) -> Environment:
     """Return where templates run, with the settings, filters and functions that `transformers` gives them.
 
     Args:
         dated: whether they may ask for today's date.
+        marks: two characters, put before and after what a template says is an answer.
     """
 
     def refuse(message: str) -> None:
@@ -267,6 +269,7 @@ def environment(dated: bool) -> Environment:
         return json.dumps(value, **{"ensure_ascii": False, **how})
 
     place = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    place.marks = marks
     place.filters["tojson"] = to_json
     for name in (*_WIDE_FILTERS, "format", "join", "replace"):
         place.filters[name] = _bounded(name, place.filters[name])
@@ -278,12 +281,12 @@ def environment(dated: bool) -> Environment:
     return place
 
 
-def compiled(source: str, dated: bool) -> jinja2.Template:
+def compiled(source: str, dated: bool, marks: str) -> jinja2.Template:
     """Return a template, compiled.
 
     Args:
         source: of the template.
-        dated: as `environment` takes it.
+        dated, marks: as `environment` takes them.
 
     Raises:
         TemplateError: it is no jinja2, or too large.
@@ -292,6 +295,6 @@ def compiled(source: str, dated: bool) -> jinja2.Template:
         raise TemplateLimitError(f"it has {len(source):,} characters, and {_LONGEST_SOURCE:,} is the most")
     begin()
     try:
-        return environment(dated).from_string(source)
+        return environment(dated, marks).from_string(source)
     except (RecursionError, MemoryError, SyntaxError, OverflowError, ValueError) as error:
         raise TemplateLimitError(f"it cannot be compiled: {error!s:.200}") from error

@@ -163,7 +163,7 @@ class Template:
         from mupax.train.data.chats import sandbox
 
         try:
-            return sandbox.compiled(self.source, self.dated)
+            return sandbox.compiled(self.source, self.dated, MARKS)
         except jinja2.TemplateError as error:
             raise DataError(f"{self.name} is no chat template of jinja2: {error}") from error
 
@@ -296,4 +296,4 @@ def _environment(dated: bool) -> Any:
     """Return where templates run."""
     from mupax.train.data.chats import sandbox
 
-    return sandbox.environment(dated)
+    return sandbox.environment(dated, MARKS)
