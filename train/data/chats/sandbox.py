@@ -129,11 +129,12 @@ class Environment(sandbox.ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
         _turn(_TURNS_PER_CALL)
-        text = getattr(function, "__self__", None)
-        name = getattr(function, "__name__", "")
+        method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
+        text = getattr(method, "__self__", None)
+        name = getattr(method, "__name__", "")
         if isinstance(text, str):
             _check_method(text, name, args)
-        elif getattr(function, "__name__", "") == "generate_lorem_ipsum":
+        elif name == "generate_lorem_ipsum":
             _written(1000 * max(_widest(args), _widest(kwargs.values())))
         result = super().call(context, function, *args, **kwargs)
         if isinstance(result, (str, list)):

@@ -152,7 +152,7 @@ class Lines:
                         line += lines
                         lines = 0
                     position += len(block)
-        except DamagedError as error:
+        except (DamagedError, bounds.LimitError) as error:
             place = f"{self.path} from line {line + lines} on"
             self.broken.add(f"{self.path} cut", "file", place, error)
             position = line_start  # behind it is half of a line
@@ -196,7 +196,7 @@ class Lines:
                 ):
                     self._at += len(skipped)
                 content = self._stream.read(part.size)
-        except DamagedError as error:
+        except (DamagedError, bounds.LimitError) as error:
             self.close()
             self.broken.add(f"{self.path} {part.start}", "file", f"{self.path} from line {part.line} on", error)
             return b""

@@ -168,6 +168,7 @@ LOOP = "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = EX
         "{{ 'x' | center(10**10) }}",
         "{{ 'x'.ljust(10**10) }}",
         "{{ '%01000000000d' % 5 }}",
+        "{{ '{:01000000000d}'.format(5) }}",
         "{{ {'a': 1} | tojson(indent=10**9) }}",
         "{% for i in range(9999) %}{{ 'x' * 99999 }}{% endfor %}",
         "{% if true %}" * 5000 + "{% endif %}" * 5000,

@@ -71,9 +71,13 @@ def test_a_line_that_is_too_long_is_refused_or_left_out(tmp_path: Path, capsys: 
 @pytest.mark.usefixtures("cache_folder")
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(GOOD) + repeated(b'{"text":"a word"}\n', 100, MIB // 18))
-    code, text = prepare(capsys, f"records:{tmp_path / 't.jsonl.gz'}", "--limits.ratio", "50")
+    words = [f"records:{tmp_path / 't.jsonl.gz'}", "--limits.ratio", "50"]
+    code, text = prepare(capsys, *words)
     assert code == 2
     assert "--data.limits.ratio" in text
+    code, text = prepare(capsys, *words, "--on-broken", "skip")  # what stands before is kept
+    assert code == 0
+    assert "1 file" in text
 
 
 def table(path: Path, texts: Any, **options: Any) -> Path:
