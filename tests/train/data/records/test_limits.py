@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from mupax.train import data
 from mupax.train.config.data import LimitsConfig
 from mupax.train.data.__main__ import main as data_main
-from mupax.train.data.records import tables
+from mupax.train.data.records import bounds, tables
 from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.records.tables import Table
 from mupax.train.data.sources import folders, idx
@@ -39,11 +39,6 @@ def prepare(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     code = data_main(["prepare", *words])
     printed = capsys.readouterr()
     return code, printed.out + printed.err
-
-
-def repeated(line: bytes, count: int, size: int) -> bytes:
-    """A gz of a block that is repeated, made quickly: members one after the other."""
-    return gzip.compress(line * size, 9) * count
 
 
 @pytest.mark.usefixtures("cache_folder")
@@ -69,8 +64,11 @@ def test_a_line_that_is_too_long_is_refused_or_left_out(tmp_path: Path, capsys: 
 
 
 @pytest.mark.usefixtures("cache_folder")
-def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(GOOD) + repeated(b'{"text":"a word"}\n', 100, MIB // 18))
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "WINDOW_BYTES", 3 * MIB // 2)
+    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(GOOD) + gzip.compress(b"\n" * (4 * MIB)))
     words = [f"records:{tmp_path / 't.jsonl.gz'}", "--limits.ratio", "50"]
     code, text = prepare(capsys, *words)
     assert code == 2
