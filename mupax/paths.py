@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import urllib.parse
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mupax.errors import MupaxError
@@ -186,6 +186,28 @@ def at_hand(path: Path) -> Iterator[Path]:
         local = Path(temporary) / path.name
         copy(path, local)
         yield local
+
+
+def links_outside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Return the files of a folder that are links to what is outside of it, each with its target.
+
+    A folder of a stranger may link to any file of the user's. Links into the cache of the Hugging Face hub, which has its
+    files in `models--ORG--NAME/blobs`, count as inside.
+
+    Args:
+        folder: on this machine; one in a bucket has no links.
+        names: of files in it.
+    """
+    if is_remote(folder):
+        return {}
+    real = folder.resolve()
+    leaving = {}
+    for name in names:
+        target = (folder / name).resolve()
+        is_of_hub = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+        if not target.is_relative_to(real) and not is_of_hub:
+            leaving[name] = target
+    return leaving
 
 
 def copy(source: Path, target: Path) -> None:

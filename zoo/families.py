@@ -21,8 +21,24 @@ Remat = Literal["none", "dots", "attention", "block", "offload"]
 Task = Literal["tokens", "images"]
 
 
+_LARGEST_DIVIDED = 2**40
+
+
 class ConfigError(MupaxError):
     """A model config that cannot be built. The text says what to write instead."""
+
+
+def nearest_divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most another number.
+
+    Args:
+        number: from 1.
+        most: from 1.
+    """
+    if number >= _LARGEST_DIVIDED:  # as only a mistake is
+        return 1
+    low = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return max(divisor for divisor in (*low, *(number // divisor for divisor in low)) if divisor <= most)
 
 
 class ArraySpec(NamedTuple):
@@ -212,7 +228,7 @@ class ImageModel(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.image_size % self.patch_size:
-            near = max(p for p in range(1, self.patch_size + 1) if self.image_size % p == 0)
+            near = nearest_divisor(self.image_size, self.patch_size)
             raise ConfigError(
                 f"model.image_size {self.image_size} is not divisible by model.patch_size {self.patch_size}; write patch_size {near}"
             )

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, with_value_dim
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.experts.config import RoutingConfig, check
-from mupax.zoo.families import ConfigError, ModelConfig
+from mupax.zoo.families import ConfigError, ModelConfig, nearest_divisor
 from mupax.zoo.lora.config import LoraConfig
 
 Norm = Literal["layernorm", "rmsnorm"]
@@ -92,13 +92,13 @@ class TransformerConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.head_dim is None and self.width % self.num_heads:
-            near = max(h for h in range(1, self.num_heads + 1) if self.width % h == 0)
+            near = nearest_divisor(self.width, self.num_heads)
             raise ConfigError(
                 f"model.width {self.width} is not divisible by model.num_heads {self.num_heads}; "
                 f"write num_heads {near}, or give head_dim to have heads of another size than width / num_heads"
             )
         if self.num_heads % self.kv_heads:
-            near = max(k for k in range(1, self.kv_heads + 1) if self.num_heads % k == 0)
+            near = nearest_divisor(self.num_heads, self.kv_heads)
             raise ConfigError(
                 f"model.num_heads {self.num_heads} is not a multiple of model.num_kv_heads {self.kv_heads}; "
                 f"write num_kv_heads {near}"

@@ -12,7 +12,7 @@ from tyro import conf
 
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
-from mupax.zoo.families import ArraySpec, Task
+from mupax.zoo.families import ArraySpec, Task, nearest_divisor
 
 
 class ImageSizes(NamedTuple):
@@ -53,6 +53,7 @@ _RECORDS = "mupax.train.data.records"
 _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
+_RECORD_FILES = frozenset({"field", "on_broken", "limits"})
 SOURCES: dict[str, Source] = {
     "python_corpus": Source(
         f"{_FOLDER}.text:python_corpus", "tokens", _TEXT, prepare=f"{_RECORDS}.builders:prepare_python_corpus"
@@ -74,15 +75,18 @@ SOURCES: dict[str, Source] = {
         ImageSizes(10, 3, 32, scaled=False),
         prepare=f"{_FOLDER}.cifar5m:prepared_parts",
     ),
-    "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES, ImageSizes(10, 1, 28, scaled=False)),
-    "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES, f"{_FOLDER}.idx:sizes"),
-    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | {"field", "mix", "stream", "on_broken"}),
-    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
-    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | {"field", "stream", "on_broken"}),
-    "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | {"field", "on_broken"}),
-    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | {"field", "on_broken"}),
+    "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)),
+    "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES | {"limits"}, f"{_FOLDER}.idx:sizes"),
+    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
+    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
+    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
+    "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | _RECORD_FILES),
+    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | _RECORD_FILES),
     "images:PATH": Source(
-        f"{_FOLDER}.folders:own_images", "images", _IMAGES | {"on_broken", "pixels"}, f"{_FOLDER}.folders:sizes"
+        f"{_FOLDER}.folders:own_images",
+        "images",
+        _IMAGES | {"on_broken", "pixels", "limits"},
+        f"{_FOLDER}.folders:sizes",
     ),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -107,7 +111,7 @@ def source(name: str) -> Source:
         return SOURCES[key]
     kind = name.partition(":")[0]
     task = _PUBLISHED.get(kind.partition("/")[0])
-    part, images = frozenset({"train_percent"}), _IMAGES | {"pixels"}
+    part, images = frozenset({"train_percent"}), _IMAGES | {"pixels", "limits"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
     return Source(f"{_FOLDER}.published:tfds_data", task, reads, f"{_FOLDER}.published:sizes")
 
@@ -261,6 +265,27 @@ class TransformsConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LimitsConfig:
+    """Bounds on what a file may unpack to, so that a small file of strangers cannot fill the memory or the disk.
+
+    They change nothing of data that keep them.
+    """
+
+    record_mib: int = 24
+    """MiB that a line of JSON or a value of Parquet may have when it is unpacked."""
+    ratio: int = 200
+    """Times its size on disk that a file may unpack to, in every stretch of 64 MiB of what it holds."""
+    megapixels: int = 128
+    """Millions of pixels of an image."""
+
+    def __post_init__(self) -> None:
+        at_least("data.limits.", self, 1, "record_mib", "ratio", "megapixels")
+
+
+DEFAULT_LIMITS = LimitsConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
 
@@ -308,6 +333,7 @@ class DataConfig:
     on_broken: Literal["stop", "skip"] = "stop"
     """Whether a broken image, text, record or file ends the run before it starts, or is left out and counted. For images:, text:,
     records:, chat: and hf:, and mixtures of them."""
+    limits: LimitsConfig = DEFAULT_LIMITS
     pixels: PixelsConfig = PixelsConfig()
     train_percent: int = 100
     """Data sets of TFDS only: percent of the training split that is trained on, the first of it; the rest is left out."""
@@ -336,12 +362,12 @@ class DataConfig:
             )
         repeats = self.transforms.repeats
         if self.batch_size % repeats:
-            near = max(n for n in range(1, repeats + 1) if self.batch_size % n == 0)
+            near = nearest_divisor(self.batch_size, repeats)
             raise ConfigError(
                 f"data.batch_size {self.batch_size} is not divisible by data.transforms.repeats {repeats}; write repeats {near}"
             )
         if (group := self.transforms.mix_group or self.batch_size) and self.batch_size % group:
-            near = max(n for n in range(1, group + 1) if self.batch_size % n == 0)
+            near = nearest_divisor(self.batch_size, group)
             raise ConfigError(
                 f"data.batch_size {self.batch_size} is not divisible by data.transforms.mix_group {group}; write mix_group {near}"
             )

@@ -30,6 +30,7 @@ from mupax.train.config.sections import (
     metrics_of,
 )
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
+from mupax.zoo.families import nearest_divisor
 from mupax.zoo.transformer import TransformerConfig
 
 ResumeChange = Literal["schedule", "data"]
@@ -96,7 +97,7 @@ class Config:
         check_place("workdir", self.workdir)
         batch, parts = self.data.batch_size, self.accumulation_steps
         if batch % parts:
-            near = max(n for n in range(1, min(parts, batch) + 1) if batch % n == 0)
+            near = nearest_divisor(batch, parts)
             raise ConfigError(
                 f"data.batch_size {batch} is not divisible by accumulation_steps {parts}; write accumulation_steps {near}"
             )

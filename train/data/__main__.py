@@ -18,6 +18,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.paths import lasting_name
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import DataError
 from mupax.train.data.show import Show
 from mupax.train.data.tokenizer_command import TrainTokenizer
@@ -50,6 +51,8 @@ class Prepare:
     """Of records: the field or column that has the text."""
     on_broken: Literal["stop", "skip"] = "stop"
     """Of text:PATH and records:PATH: whether a broken file or record ends the preparation, or is left out and counted."""
+    limits: LimitsConfig = DEFAULT_LIMITS
+    """Of text:PATH and records:PATH, as data.limits."""
 
     def run(self) -> int:
         """0 when prepared, 1 when TFDS could not."""
@@ -83,6 +86,7 @@ class Prepare:
             special_tokens=self.special_tokens,
             field=self.field,
             on_broken=self.on_broken,
+            limits=self.limits,
         )
         facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
         train, evaluation = facts["train_tokens"], facts["eval_tokens"]
@@ -101,6 +105,11 @@ def _prepare_published(name: str, data_dir: str | None) -> int:
         raise DataError(published.unknown(name, base))
     cache.folder(base)
     import tensorflow_datasets as tfds
+
+    from mupax.train.data.records import builders
+
+    for file in sorted((base / dataset).rglob("features.json")):  # TFDS reads what is there already
+        builders.check_features(file)
 
     if dataset == "c4":
         import tensorflow_datasets.text.c4  # registers it: TFDS does not by itself

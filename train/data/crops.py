@@ -15,6 +15,8 @@ _CROP_RATIO = (3 / 4, 4 / 3)
 _INCEPTION_AREA = (0.05, 1.0)
 _INCEPTION_RATIO = (0.75, 1.33)
 _EVAL_CROP = 224 / 256
+_LONGEST = 32
+"""Times the model's size that an image is scaled to as a whole; of a longer one only the middle is."""
 
 
 class RandomCrop:
@@ -150,8 +152,12 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
             # Rounded down, as torchvision and transformers have it; big_vision rounds to the nearest.
             whole_number = round if pixels.interpolation == "area" else int
             height, width = (height, whole_number(width * W / H)) if H <= W else (whole_number(height * H / W), width)
-        whole = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
         top, left = (height - size) // 2, (width - size) // 2
+        if max(height, width) > _LONGEST * size:
+            # Scaled as a whole, a line of a million pixels would fill the memory.
+            box = (left * W / width, top * H / height, (left + size) * W / width, (top + size) * H / height)
+            return _resized(image, box, (size, size), pixels.interpolation)
+        whole = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
         return whole[top : top + size, left : left + size]
 
     fit = centre if pixels.fit == "centre" else scaled
@@ -159,11 +165,11 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
 
 
 def _resized(
-    image: np.ndarray, box: tuple[int, int, int, int], size: tuple[int, int], interpolation: Interpolation
+    image: np.ndarray, box: tuple[float, float, float, float], size: tuple[int, int], interpolation: Interpolation
 ) -> np.ndarray:
     """The box (left, top, right, bottom) of image [H, W, C] as float32 [*size, C]."""
     if interpolation == "area":
-        left, top, right, bottom = box
+        left, top, right, bottom = (round(edge) for edge in box)
         return _by_area(image[top:bottom, left:right], size)
     from PIL import Image
 

@@ -128,11 +128,17 @@ class ImageData(LabelledData):
         self, source: Images, positions: np.ndarray, view: View, uniforms: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Raw float32 [b, H, W, C] and int32 [b] of the images at `positions`."""
-        if isinstance(source, ScalableImages) and isinstance(view, ScaledView):
-            sides = [view.least_side(row) for row in uniforms]
-            examples = [source.at_least(int(i), side) for i, side in zip(positions, sides, strict=True)]
-        else:
-            examples = [source[int(i)] for i in positions]
+        if isinstance(source, ScalableImages):
+            # One by one: photographs of 100 megapixels do not fit into memory together.
+            shown = []
+            labels = []
+            for position, row in zip(positions, uniforms, strict=True):
+                side = view.least_side(row) if isinstance(view, ScaledView) else None
+                image, label = source.at_least(int(position), side)
+                shown.append(view([image], row[None]))
+                labels.append(label)
+            return np.concatenate(shown), np.array(labels, np.int32)
+        examples = [source[int(i)] for i in positions]
         labels = np.array([label for _, label in examples], np.int32)
         return view([image for image, _ in examples], uniforms), labels
 

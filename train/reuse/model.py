@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from mupax import terminal
 from mupax.paths import path_of
+from mupax.train.checkpoints.folder import first_of
 from mupax.train.config.run import Config
 from mupax.train.config.sections import Step
 from mupax.train.reuse import pretrained
@@ -162,7 +164,7 @@ class Model:
 
     def _text_generator(self, sampling: Sampling) -> Generator:
         """Return the generator for a sampling. One compiled program serves every sampling without top_k."""
-        from mupax.train.reuse import runs
+        from mupax.train.reuse import runs, source
         from mupax.train.reuse.generate.decode import Generator
 
         key = None if sampling.top_k is None else sampling
@@ -170,6 +172,9 @@ class Model:
             if self._program is None:
                 self._program = runs.on_one_device(self.config)
                 self._params = self._opened.params(self._program.abstract)
+                # Weights alone are refused where they are read; a run may be looked at for its NaN.
+                if wrong := source.not_finite(self._params):
+                    terminal.note(f"caution: {self._path} has NaN or infinite values in {first_of([*wrong])}")
             inputs = self._program.step_inputs()
             self._generators[key] = Generator(self._program, self._params, inputs, sampling=key)
         return self._generators[key]

@@ -49,6 +49,8 @@ from mupax.zoo.lora import layer as lora
 from mupax.zoo.lora.config import LoraConfig
 from mupax.zoo.transformer import TransformerConfig
 
+_CHECKED_VALUES = 1 << 20
+
 
 class Source(NamedTuple):
     """Weights of the plain network, and the model they are of."""
@@ -105,9 +107,55 @@ def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"]
         part: of a run, its parameters or their moving average.
 
     Raises:
-        WeightsError, WorkdirError, JsonError, TensorFileError, ConfigError: nothing of this kind there, or files that do not
-            fit together.
+        WeightsError, WorkdirError, JsonError, TensorFileError, ConfigError: nothing of this kind there, files that do not fit
+            together, or values that are NaN or infinite.
     """
+    source = _read(path, step, part)
+    check_finite(source.stored, path, is_run=source.run is not None)
+    return source
+
+
+def check_finite(params: Params, path: Path, *, is_run: bool) -> None:
+    """Refuse weights that are NaN or infinite: whatever is computed or trained from them is NaN too.
+
+    Args:
+        params: by name.
+        path: of the weights, for the message.
+        is_run: whether they are of a run, which may have better ones in an earlier step.
+
+    Raises:
+        WeightsError: a parameter has such values; the text names the parameters.
+    """
+    wrong = not_finite(params)
+    if wrong:
+        named = [
+            f"{ascii(name)[1:-1][:60]} ({count:,} of {params[name].size:,} values)" for name, count in wrong.items()
+        ]
+        advice = "give an earlier step of the run" if is_run else "get the file again, or another version of it"
+        raise WeightsError(f"{path}: NaN or infinite values in {first_of(named)}; {advice}")
+
+
+def not_finite(params: Mapping[str, Any]) -> dict[str, int]:
+    """Return the parameters that have NaN or infinite values, with their number."""
+    counts = {name: _not_finite(np.asarray(value)) for name, value in params.items()}
+    return {name: count for name, count in counts.items() if count}
+
+
+def _not_finite(value: np.ndarray) -> int:
+    """Return how many values are NaN or infinite."""
+    flat = np.asarray(value).reshape(-1)
+    count = 0
+    for start in range(0, flat.size, _CHECKED_VALUES):
+        chunk = flat[start : start + _CHECKED_VALUES].astype(np.float32)
+        # Times zero, a NaN or infinite value is NaN: one product is quicker than a look at each value.
+        with np.errstate(invalid="ignore"):
+            is_finite = not np.isnan(np.dot(chunk, np.zeros_like(chunk)))
+        if not is_finite:
+            count += int(np.count_nonzero(~np.isfinite(chunk)))
+    return count
+
+
+def _read(path: Path, step: Step | None, part: Literal["params", "ema"]) -> Source:
     folder, fields, step = opened(path, step)
     if isinstance(fields, Recorded):
         return _run(folder, fields, step, part)

@@ -210,6 +210,21 @@ def test_folded_skips_are_said_to_be_inexact(tmp_path: Path) -> None:
     assert "exact but" not in zoo("import", origin, "--out", tmp_path / "other", "--preset", "mup")[1]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_no_numbers_are_refused_by_their_parameter(tmp_path: Path, value: float) -> None:
+    origin = published(tmp_path / "hf")
+    stored = Tensors(origin)
+    tensors = {name: stored.read(name) for name in stored.shapes}
+    name = next(name for name in tensors if "embed_tokens" in name)
+    tensors[name][3, 1] = value
+    (origin / "model.safetensors").unlink()
+    write_tensors(origin, tensors.items(), metadata={"format": "pt"})
+    code, _, err = zoo("import", origin, "--out", tmp_path / "in")
+    assert code == 2
+    assert "token (1 of " in err
+    assert not (tmp_path / "in").exists()
+
+
 def test_a_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     from mupax.train.data.text import named_tokenizers, tokenizer
 

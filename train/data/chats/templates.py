@@ -7,13 +7,12 @@ program, so it runs where it can change nothing and reach no attribute of Python
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mupax.disk import JsonError, read_json
 from mupax.paths import path_of
@@ -80,6 +79,9 @@ class Template:
         Raises:
             DataError: as `render`.
         """
+        from mupax.train.data.chats import sandbox
+
+        sandbox.begin()
         try:
             return self._compiled.render(messages=list(messages), add_generation_prompt=prompt, **self.tokens)
         except Exception as error:  # of a program that is not ours
@@ -158,8 +160,10 @@ class Template:
     def _compiled(self) -> Any:
         import jinja2
 
+        from mupax.train.data.chats import sandbox
+
         try:
-            return _environment(self.dated).from_string(self.source)
+            return sandbox.compiled(self.source, self.dated, MARKS)
         except jinja2.TemplateError as error:
             raise DataError(f"{self.name} is no chat template of jinja2: {error}") from error
         except RecursionError as error:
@@ -290,36 +294,8 @@ def _fields(path: Path) -> Mapping[str, Any]:
         raise DataError(str(error)) from error
 
 
-@functools.cache
 def _environment(dated: bool) -> Any:
-    """Where templates run: the settings, filters and functions that `transformers` gives them."""
-    import jinja2
-    from jinja2 import ext, nodes, sandbox
+    """Return where templates run."""
+    from mupax.train.data.chats import sandbox
 
-    class Generation(ext.Extension):
-        """`{% generation %}`: what is in it is an answer."""
-
-        tags: ClassVar[set[str]] = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Callable[[], str]) -> str:
-            return f"{MARKS[0]}{caller()}{MARKS[1]}"
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, **how: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False, **how})
-
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = refuse
-    if dated:
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
+    return sandbox.environment(dated, MARKS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mupax import disk
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 
@@ -34,10 +35,12 @@ class BrokenLog:
 
     Args:
         skip: whether broken entries are left out; otherwise the first one raises.
+        limits: bounds on entries; one that passes them is broken.
     """
 
-    def __init__(self, skip: bool = False) -> None:
+    def __init__(self, skip: bool = False, limits: LimitsConfig = DEFAULT_LIMITS) -> None:
         self.skip = skip
+        self.limits = limits
         self._parts: dict[str, BrokenPart] = {}
         self._path: Path | None = None
 

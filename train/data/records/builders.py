@@ -16,8 +16,10 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
 
+from mupax import disk
 from mupax.paths import lasting_name
 from mupax.train.data import cache
+from mupax.train.data.interface import DataError
 
 
 class Source(Sequence[dict[str, Any]]):
@@ -97,6 +99,61 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         for i in map(int, indices):
             image = digits.images[i][..., None].astype(np.uint8)
             yield i, {"image": image, "label": int(digits.target[i]), "held_out": bool(np.isin(i, test))}
+
+
+def from_folder(folder: Path) -> Any:
+    """Return the TFDS builder of a prepared data set, without the code that prepared it.
+
+    Args:
+        folder: of one version, DATA_DIR/NAME[/CONFIG]/VERSION.
+
+    Raises:
+        DataError: its features.json names code that is none of TFDS's own features.
+    """
+    check_features(folder / "features.json")
+    return tfds.builder_from_directory(lasting_name(folder))
+
+
+def check_features(file: Path) -> None:
+    """Refuse a features.json that names other classes than TFDS's own, or than a plugin has made: TFDS would import any module.
+
+    Args:
+        file: of a prepared data set.
+
+    Raises:
+        DataError: it is damaged, or names another class.
+    """
+    try:
+        fields = disk.read_json(file)
+    except disk.JsonError as error:
+        raise DataError(str(error)) from error
+    connector = tfds.features.FeatureConnector
+    own = {f"{kind.__module__}.{kind.__name__}" for kind in vars(tfds.features).values() if isinstance(kind, type)}
+    # Classes that were defined in this process; their code was run on the user's word.
+    known = own | set(connector._registered_features)
+    for name in _class_names(fields):
+        if name not in known:
+            raise DataError(
+                f"{file} names the class {disk.shown(name)}, which is no feature of TFDS, and no code of a data set's is run. If it "
+                "is yours, add --plugin MODULE with the module that has it"
+            )
+
+
+def _class_names(fields: Any) -> Iterator[str]:
+    """Yield every class that a features.json names, in its form of today and in that of older versions."""
+    waiting = [fields]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting += value
+        if not isinstance(value, dict):
+            continue
+        waiting += value.values()
+        for key in ("pythonClassName", "python_class_name"):
+            if isinstance(value.get(key), str):
+                yield value[key]
+        if "content" in value and isinstance(value.get("type"), str):
+            yield value["type"]
 
 
 def info(builder: tfds.core.DatasetBuilder, features: dict[str, Any]) -> tfds.core.DatasetInfo:

@@ -18,6 +18,7 @@ from typing import Literal
 
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
+from mupax.train.data.records import contents
 from mupax.train.data.records.broken import BrokenLog
 
 Split = Literal["train", "eval"]
@@ -215,6 +216,5 @@ def content_digest(files: list[tuple[str, Path]]) -> str:
 
 
 def stat_digest(files: list[tuple[str, Path]]) -> str:
-    """Digest of paths, sizes and modification times: tells at once whether a large corpus changed."""
-    stats = ((path.absolute(), path.stat()) for _, path in files)
-    return cache.digest(*(f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for path, stat in stats))
+    """Digest of paths, sizes, times and inodes: tells at once whether a large corpus may have changed."""
+    return cache.digest(*(f"{path.absolute()}:{contents.stamp(path)}" for _, path in files))

@@ -6,7 +6,9 @@ A .bin without a header does not say how wide its ids are. Ids of 32 or 64 bits 
 from __future__ import annotations
 
 import dataclasses
+import io
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -20,6 +22,8 @@ _LLM_C_BYTES = 1024
 _SAMPLES = 16
 """Places in a file that are looked at to see how wide its ids are."""
 _SAMPLE_BYTES = 1 << 15
+_LARGEST_HEADER = 10_000
+"""Bytes of a .npy header; NumPy reads no longer one."""
 _ENOUGH = 64
 """Ids whose upper halves are all 0 by no accident."""
 
@@ -97,9 +101,7 @@ def opened(path: Path, vocab_size: int) -> IdFile:
     with path.open("rb") as file:
         if path.suffix.lower() == ".npy":
             try:
-                version = np.lib.format.read_magic(file)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
+                shape, _, dtype = array_header(file)
             except ValueError as error:
                 raise DataError(f"{path} is no .npy of NumPy: {error}") from error
             if len(shape) != 1 or dtype.kind not in "iu":
@@ -117,6 +119,26 @@ def opened(path: Path, vocab_size: int) -> IdFile:
     ids = IdFile(path, dtype, offset, size, vocab_size)
     ids.read(0, min(size, 1024))
     return ids
+
+
+def array_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Return the shape, whether the order is Fortran's, and the type of a .npy file, whose stream is then at its first value.
+
+    Raises:
+        ValueError: it is no .npy file of NumPy, or its header is longer than NumPy writes one.
+    """
+    version = np.lib.format.read_magic(stream)
+    width = 2 if version == (1, 0) else 4
+    size = stream.read(width)
+    length = int.from_bytes(size, "little")
+    if len(size) < width or length > _LARGEST_HEADER:
+        raise ValueError(f"its header has {length:,} bytes")
+    header = io.BytesIO(size + stream.read(length))
+    read = np.lib.format.read_array_header_1_0 if width == 2 else np.lib.format.read_array_header_2_0
+    try:
+        return read(header)
+    except (SyntaxError, TypeError, KeyError, RecursionError, MemoryError) as error:  # NumPy parses it as Python
+        raise ValueError(f"its header cannot be read: {error!s:.200}") from error
 
 
 def default_width(vocab_size: int) -> str:

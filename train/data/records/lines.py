@@ -18,7 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from mupax.paths import is_remote
+from mupax.train.config.data import LimitsConfig
 from mupax.train.data.interface import DataError
+from mupax.train.data.records import bounds
 from mupax.train.data.records.broken import BrokenLog
 
 _PART_BYTES = 1 << 24
@@ -65,50 +68,98 @@ class Lines:
         A file whose first line begins a JSON list that goes on behind it has no lines that count.
         """
         first_error = None
-        with _opened(self.path) as stream, _whole(self.path):
-            lines = iter(stream.readline, b"")  # files in buckets have no other way to read lines
-            for number, line in enumerate(map(_unmarked, lines), 1):
+        limit = self._line_limit
+        with _opened(self.path, self.broken.limits) as stream, _whole(self.path):
+            number = 1
+            while line := _unmarked(stream.readline(limit + 1)):
                 if not line.strip():
+                    number += 1
                     continue
-                try:
-                    self.text(line, number)
-                    return
-                except DataError as error:
-                    first_error = first_error or error
-                is_list = line.lstrip().startswith(b"[") and not line.rstrip().endswith(b"]")
-                if is_list or number >= _TRIED_LINES:
+                if len(line) > limit:
+                    first_error = first_error or bounds.too_long(self._place(number), len(line), self.broken.limits)
+                    if not line.endswith(b"\n") and not self._ends(stream):
+                        break
+                else:
+                    try:
+                        self.text(line, number)
+                        return
+                    except DataError as error:
+                        first_error = first_error or error
+                    is_list = line.lstrip().startswith(b"[") and not line.rstrip().endswith(b"]")
+                    if is_list:
+                        break
+                if number >= _TRIED_LINES:
                     break
+                number += 1
         if first_error is not None:
             raise first_error
 
+    @property
+    def _line_limit(self) -> int:
+        """Bytes that a line may have."""
+        return self.broken.limits.record_mib * 2**20
+
+    def _place(self, number: int) -> str:
+        return f"{self.path} line {number}"
+
+    @staticmethod
+    def _ends(stream: Any) -> bool:
+        """Read up to the end of a line that was begun; return whether anything may follow."""
+        while block := stream.readline(_BLOCK_BYTES):
+            if block.endswith(b"\n"):
+                return True
+        return False
+
     def parts(self) -> Iterator[Part]:
-        """Yield the file cut at line ends, part by part as it is read."""
-        start = 0
-        line = 1
-        size = lines = 0  # of the part that is being read, up to its last line end
-        tail = 0  # bytes behind that line end
+        """Yield the file cut at line ends, part by part as it is read. Lines that are too long are in no part.
+
+        Raises:
+            DataError: a line is too long, or the file is damaged, unless such are left out.
+        """
+        start = 0  # of the part that is being read
+        line = 1  # number of its first line
+        lines = 0  # whole lines of it
+        line_start = 0  # of the line that has not ended yet
+        is_long = False  # whether that line is too long
+        position = 0
         try:
-            with _opened(self.path) as stream, _whole(self.path):
+            with _opened(self.path, self.broken.limits) as stream, _whole(self.path):
                 while block := stream.read(_BLOCK_BYTES):
-                    end = block.rfind(b"\n") + 1
-                    if not end:
-                        tail += len(block)
-                        continue
-                    size += tail + end
-                    tail = len(block) - end
-                    lines += block.count(b"\n", 0, end)
-                    if size >= _PART_BYTES:
-                        yield Part(start, size, line)
-                        start = start + size
-                        line = line + lines
-                        size = lines = 0
-        except DamagedError as error:
+                    first_end = block.find(b"\n") + 1
+                    line_size = position + (first_end or len(block)) - line_start
+                    if line_size > self._line_limit and not is_long:
+                        is_long = True
+                        place = self._place(line + lines)
+                        self.broken.add(place, "record", place, bounds.too_long(place, line_size, self.broken.limits))
+                        if line_start > start:
+                            yield Part(start, line_start - start, line)
+                        start = line_start
+                        line += lines
+                        lines = 0
+                    counted_from = 0
+                    if is_long and first_end:
+                        is_long = False
+                        start = position + first_end
+                        line += 1
+                        counted_from = first_end
+                    if first_end:
+                        end = block.rfind(b"\n") + 1
+                        lines += block.count(b"\n", counted_from, end)
+                        line_start = position + end
+                    if line_start - start >= _PART_BYTES:
+                        yield Part(start, line_start - start, line)
+                        start = line_start
+                        line += lines
+                        lines = 0
+                    position += len(block)
+        except (DamagedError, bounds.LimitError) as error:
             place = f"{self.path} from line {line + lines} on"
             self.broken.add(f"{self.path} cut", "file", place, error)
-            tail = 0  # half of a line
-        if size + tail:
-            yield Part(start, size + tail, line)
-        self._size = start + size + tail
+            position = line_start  # behind it is half of a line
+        stop = start if is_long else position
+        if stop > start:
+            yield Part(start, stop - start, line)
+        self._size = stop
         self._close_at_end()
 
     def read(self, part: Part) -> list[bytes]:
@@ -138,14 +189,14 @@ class Lines:
         try:
             if self._at > part.start or self._stream is None:
                 self.close()
-                self._stream = self._stack.enter_context(_opened(self.path))
+                self._stream = self._stack.enter_context(_opened(self.path, self.broken.limits))
             with _whole(self.path):
                 while self._at < part.start and (
                     skipped := self._stream.read(min(_BLOCK_BYTES, part.start - self._at))
                 ):
                     self._at += len(skipped)
                 content = self._stream.read(part.size)
-        except DamagedError as error:
+        except (DamagedError, bounds.LimitError) as error:
             self.close()
             self.broken.add(f"{self.path} {part.start}", "file", f"{self.path} from line {part.line} on", error)
             return b""
@@ -165,7 +216,7 @@ class Lines:
         Raises:
             DataError: it is no JSON object, or has no text in the field; the text says what to write instead.
         """
-        where = f"{self.path} line {number}"
+        where = self._place(number)
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -243,12 +294,23 @@ def _unmarked(content: bytes) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """The content of a file, unpacked."""
+def _opened(path: Path, limits: LimitsConfig) -> Iterator[IO[bytes]]:
+    """Open the content of a file, unpacked as far as its limits allow."""
     with contextlib.ExitStack() as stack:
         with _whole(path):
             file = stack.enter_context(path.open("rb"))
-            stream = stack.enter_context(_unpacked(file, path.suffix.lower()))
+            unpacked = _unpacked(file, path.suffix.lower())
+            if unpacked is not file:
+                stack.enter_context(unpacked)
+                bounded = bounds.BoundedStream(unpacked, file, str(path), limits)
+                # Lines are read by io: pyarrow's own streams have none.
+                stream = stack.enter_context(io.BufferedReader(bounded, _BLOCK_BYTES))
+            elif is_remote(path):  # files in buckets read lines of any length alone
+                stream = stack.enter_context(
+                    io.BufferedReader(bounds.BoundedStream(file, file, str(path), limits), _BLOCK_BYTES)
+                )
+            else:
+                stream = file
         yield stream
 
 
@@ -281,7 +343,6 @@ def _unpacked(file: Any, suffix: str) -> Any:
         case ".zst":
             import pyarrow
 
-            # Its lines are read by io: pyarrow's own streams have none.
-            return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), _BLOCK_BYTES)
+            return pyarrow.CompressedInputStream(file, "zstd")
         case _:
             return file

@@ -7,10 +7,12 @@ import shlex
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
 from mupax.train.data.chats.records import ChatLines, ChatTable
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import corpus, ids, listing, split_names
+from mupax.train.data.records.bounds import LimitError
 from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.records.ids import IdFile
 from mupax.train.data.records.lines import DamagedError, Lines
@@ -74,6 +76,7 @@ def files(
     *,
     skip_broken: bool = False,
     is_utf8: bool = False,
+    limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> Files:
     """Return the files that can be read, of a file or a folder, with the split that their names tell.
 
@@ -85,6 +88,7 @@ def files(
         note: told which files are left out and why, how the others are split, and which are not read as plain text.
         skip_broken: whether broken files and records are left out.
         is_utf8: whether text that is not UTF-8 is broken.
+        limits: bounds on records; larger ones are broken.
 
     Raises:
         DataError: there is no such path, nothing in it that can be read, or more in files that cannot; or a file is damaged,
@@ -97,7 +101,7 @@ def files(
         every, left_out = listing.files_below(path)
     else:
         raise DataError(f"no file or folder {path}; write data.name as {kind}:PATH, with the path of your {kind}")
-    read = Files([], [], [], {}, [], BrokenLog(skip_broken), is_utf8)
+    read = Files([], [], [], {}, [], BrokenLog(skip_broken, limits), is_utf8)
     refused, not_text = _placed(read, every, field, vocab_size, kind)
     if skip_broken and _size(read.text) <= _CHECKED_BYTES:
         sound_text = [(name, file) for name, file in read.text if not corpus.is_broken(file, is_utf8, read.broken)]
@@ -141,7 +145,7 @@ def _placed(
     for name, file in every:
         try:
             _place(read, name, file, field, vocab_size, kind)
-        except DamagedError as error:
+        except (DamagedError, LimitError) as error:
             read.broken.add(str(file), "file", str(file), error)
             refused.append((name, file, error))
         except _RefusedError as error:
@@ -217,6 +221,7 @@ def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | Non
 
     Raises:
         DamagedError: it cannot be unpacked.
+        LimitError: it is larger than a limit.
         ids.WidthError: it has ids of a width that cannot be told.
         _RefusedError: it is of a kind that is read, and holds nothing of the data.
         _NotTextError: it is none of what can be read.
@@ -241,7 +246,7 @@ def _place(read: Files, name: str, file: Path, field: str, vocab_size: int | Non
             read.text.append((name, file))
             if beginning.startswith(codecs.BOM_UTF8):
                 read.marked.append(name)
-    except (DamagedError, ids.WidthError):
+    except (DamagedError, LimitError, ids.WidthError):
         raise
     except OSError as error:
         raise _RefusedError(f"cannot be read: {error.strerror}", f"cannot read {file}: {error.strerror}") from error

@@ -12,7 +12,7 @@ from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, duplicates, splits, user_files
+from mupax.train.data.records import contents, duplicates, splits, user_files
 from mupax.train.data.sources import training_texts
 from mupax.train.data.sources.text import check_vocabulary, language_model, note_broken, opened_tokenizer
 from mupax.train.data.text import named_tokenizers, packing, quoting, tokenizer
@@ -54,10 +54,11 @@ def own_chats(config: DataConfig, model: ModelConfig, seed: int, note: cache.Not
     field = FIELD if config.field == type(config).field else config.field
     path = path_of(config.name.partition(":")[2])
     skip_broken = config.on_broken == "skip"
-    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken)
+    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits)
     tokens = ChatTokens(encoder, template, config.loss_on)
     # The version of the reading: caches made before messages had weights hold other targets.
-    content = cache.digest(corpus.stat_digest(files.every()), field, "weights", *files.reading())
+    every = contents.digest([path for _, path in files.every()], note)
+    content = cache.digest(every, field, "weights", *files.reading())
     key = f"chat-{content}"
     files.broken.keep_in(key)
     sides = packing.prepared(key, lambda: splits.sides(files), tokens, note)

@@ -16,11 +16,13 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow_datasets as tfds
-from numpy.lib import format as npy
 
+from mupax.train.config.data import DEFAULT_LIMITS
 from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import builders
+from mupax.train.data.records.bounds import WINDOW_BYTES
+from mupax.train.data.records.ids import array_header
 from mupax.train.data.sources import published
 from mupax.zoo.configs import ModelConfig
 
@@ -124,6 +126,8 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
     again = f"get it again from {SOURCE}{path.name}"
     try:
         with zipfile.ZipFile(path) as archive, contextlib.ExitStack() as stack:
+            for name in "XY":
+                _check_ratio(archive.getinfo(f"{name}.npy"))
             streams = [stack.enter_context(archive.open(f"{name}.npy")) for name in "XY"]
             (shape, x_dtype), (label_shape, y_dtype) = map(_header, "XY", streams)
             if shape[1:] != IMAGE_SHAPE or label_shape != shape[:1]:
@@ -141,12 +145,16 @@ def examples(path: Path) -> Iterator[tuple[np.ndarray, int]]:
         raise DataError(f"{path} is not a whole npz file: {error!s:.300}; {again}") from error
 
 
+def _check_ratio(member: zipfile.ZipInfo) -> None:
+    """Refuse an array that unpacks to much more than its size on disk, as no images do."""
+    if member.file_size > max(WINDOW_BYTES, DEFAULT_LIMITS.ratio * member.compress_size):
+        raise ValueError(f"has an array of {member.file_size:,} bytes in {member.compress_size:,}")
+
+
 def _header(name: str, stream: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and type of the array `name` of a part; the stream is then at its first value."""
     try:
-        version = npy.read_magic(stream)
-        header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, fortran, dtype = header(stream)
+        shape, fortran, dtype = array_header(stream)
     except (OSError, zipfile.BadZipFile, zlib.error):
         raise
     except Exception as error:  # NumPy parses the header as Python

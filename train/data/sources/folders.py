@@ -12,9 +12,10 @@ import hashlib
 import io
 import os
 import re
+import threading
 import unicodedata
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,10 +24,10 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor
 
 from mupax.paths import is_remote, path_of
-from mupax.train.config.data import ImageSizes
+from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus
+from mupax.train.data.records import bounds, contents, corpus
 from mupax.train.data.records.listing import files_below, is_hidden, summary
 from mupax.train.data.records.split_names import by_name, split_of
 
@@ -46,16 +47,23 @@ _SAMPLED = 512
 _SAMPLED_REMOTE = 32
 _SCAN_SIDE = 64
 """Pixels on a side that the scan draws a JPEG at: all of the file is unpacked, and few pixels are computed."""
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+_TURNS: dict[int, Callable[[np.ndarray], np.ndarray]] = {
+    2: lambda pixels: pixels[:, ::-1],
+    3: lambda pixels: pixels[::-1, ::-1],
+    4: lambda pixels: pixels[::-1],
+    5: lambda pixels: pixels.swapaxes(0, 1),
+    6: lambda pixels: np.rot90(pixels, -1),
+    7: lambda pixels: pixels[::-1, ::-1].swapaxes(0, 1),
+    8: lambda pixels: np.rot90(pixels),
 }
-"""What makes an image upright, by the orientation in its EXIF data."""
+"""What makes the pixels of an image upright, by the orientation in its EXIF data."""
+_PIXEL_WEIGHTS = {"AVIF": 3.0, "GIF": 2.0, "ICNS": 4.0, "JPEG2000": 4.0, "TIFF": 2.0, "WEBP": 3.0}
+"""Times as much memory as PNG that decoding a pixel takes."""
+_PROGRESSIVE_WEIGHT = 1.25
+"""A progressive JPEG has the coefficients of all its pixels in memory."""
+_LARGE_PIXELS = 2**24
+_LARGE_IMAGES = threading.RLock()
+_BAND_PIXELS = 2**22
 _PIL_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
 _Labelled = list[tuple[str, Path, int]]
 
@@ -117,10 +125,12 @@ class Files:
         files: (name, path, label) each.
         channels: 1 for grey, 3 for colour.
         background: behind transparent pixels, as `data.pixels.background` names it.
+        limits: bounds on an image.
     """
 
-    def __init__(self, files: _Labelled, channels: int, background: str) -> None:
+    def __init__(self, files: _Labelled, channels: int, background: str, limits: LimitsConfig = DEFAULT_LIMITS) -> None:
         self.files = files
+        self._limits = limits
         self._channels = channels
         self._background = background
 
@@ -138,34 +148,67 @@ class Files:
             side: pixels that both sides keep at least; all that there are unless given.
         """
         _, path, label = self.files[i]
-        return decoded(path, self._channels, str(path), self._background, side), label
+        return decoded(path, self._channels, str(path), self._background, side, self._limits), label
 
 
 @contextlib.contextmanager
-def _opened(file: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
-    """Open an image and read its header. Whatever PIL raises on it, also in the block, becomes a DataError with its name."""
-    _silence_pil()
-    try:
-        with Image.open(file if isinstance(file, (Path, io.BytesIO)) else io.BytesIO(file.read_bytes())) as image:
+def _opened(file: Path | io.BytesIO, name: str, limits: LimitsConfig) -> Iterator[Image.Image]:
+    """Open an image and read its header. Whatever PIL raises on it, also in the block, becomes a DataError with its name.
+
+    Only one large image is open at a time, however many threads decode.
+    """
+    _prepare_pil(limits)
+    with contextlib.ExitStack() as stack:
+        try:
+            content = file if isinstance(file, (Path, io.BytesIO)) else io.BytesIO(file.read_bytes())
+            image = stack.enter_context(Image.open(content))
             if image.mode in ("I", "F"):
                 raise ValueError(f"its values have 32 bits and no range (mode {image.mode}); save it with 8 or 16 bits")
+            if _checked_pixels(image, name, limits) > _LARGE_PIXELS:
+                stack.enter_context(_LARGE_IMAGES)
             yield image
-    except MemoryError:
-        raise
-    # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError or EOFError.
-    except Exception as error:
-        raise DataError(f"cannot read the image {name}: {error}. Remove or repair it") from error
+        except (MemoryError, DataError):
+            raise
+        except Image.DecompressionBombError as error:
+            raise DataError(
+                f"cannot read the image {name}: {error}. Scale it down, or write --data.limits.megapixels 1000"
+            ) from error
+        # PIL's plugins raise whatever a damaged file leads them to, such as struct.error, KeyError or EOFError.
+        except Exception as error:
+            raise DataError(f"cannot read the image {name}: {error}. Remove or repair it") from error
 
 
-def _silence_pil() -> None:
-    """Ignore PIL's warnings of palettes, EXIF data and large images: they name no file, and what matters is an error here."""
+def _checked_pixels(image: Image.Image, name: str, limits: LimitsConfig) -> int:
+    """Return the pixels of an opened image; raises LimitError where decoding them would take too much memory."""
+    width, height = image.size
+    weight = _PIXEL_WEIGHTS.get(image.format or "", 1.0)
+    if image.format == "JPEG" and image.info.get("progressive"):
+        weight = _PROGRESSIVE_WEIGHT
+    if width * height * weight > limits.megapixels * 1e6:
+        raise bounds.too_many_pixels(f"the image {name}", width, height, weight, limits)
+    return width * height
+
+
+def _prepare_pil(limits: LimitsConfig) -> None:
+    """Let PIL open images as large as the limits say, and ignore its warnings of palettes, EXIF data and large images.
+
+    The warnings name no file, and what matters of them is an error here.
+    """
     # No catch_warnings: it changes the process's filters and puts them back, and threads decode side by side.
     if _PIL_WARNINGS not in warnings.filters:
         warnings.filterwarnings("ignore", module=r"PIL\.")
+    # PIL has a bound of its own, somewhat above the usual limit: who raises the limit means both.
+    if limits.megapixels > DEFAULT_LIMITS.megapixels and Image.MAX_IMAGE_PIXELS is not None:
+        Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS, limits.megapixels * 10**6)
 
 
 def decoded(
-    file: Path | io.BytesIO, channels: int, name: str, background: str = "white", side: int | None = None
+    file: Path | io.BytesIO,
+    channels: int,
+    name: str,
+    background: str = "white",
+    side: int | None = None,
+    limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> np.ndarray:
     """Return the pixels of an image file, upright, uint8 [h, w, channels].
 
@@ -176,11 +219,12 @@ def decoded(
         background: a colour behind transparent pixels; none leaves out the transparency alone.
         side: a JPEG may be drawn smaller, by a factor of 2, 4 or 8, if both sides keep as many pixels; that is quicker. All
             pixels unless given.
+        limits: bounds on its pixels.
 
     Raises:
         DataError: it is damaged, too large, of values without a range or no image that PIL knows.
     """
-    with _opened(file, name) as image:
+    with _opened(file, name, limits) as image:
         return _pixels(image, channels, background, side)
 
 
@@ -188,32 +232,40 @@ def _pixels(image: Image.Image, channels: int, background: str, side: int | None
     """Return the pixels of an opened image, as `decoded` does."""
     if side is not None:
         image.draft(None, (side, side))
-    upright = _upright(image)
-    if background != "none" and upright.has_transparency_data:
-        upright = _on_background(upright, background)
-    pixels = np.asarray(upright.convert(_MODES[channels]))
-    return pixels.reshape(*pixels.shape[:2], channels)
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Return the image turned as its EXIF data say, with 8 bits a value."""
-    image.load()  # first: PIL turns TIFF files itself as it loads them
+    image.load()  # before EXIF data are asked for: PIL turns TIFF files itself as it loads them
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # EXIF data that cannot be read say nothing of the image
         orientation = None
+    has_background = background != "none" and image.has_transparency_data
+    if has_background and image.mode in ("RGBA", "LA"):
+        has_background = image.getextrema()[-1] != (255, 255)  # opaque pixels stay as they are
+    width, height = image.size
+    pixels = np.empty((height, width, channels), np.uint8)
+    # In bands, so that a large image is never held in several modes at once.
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        bottom = min(height, top + rows)
+        band = image if rows >= height else image.crop((0, top, width, bottom))
+        band = _eight_bits(band)
+        if has_background:
+            band = _on_background(band, background)
+        pixels[top:bottom] = np.asarray(band.convert(_MODES[channels])).reshape(bottom - top, width, channels)
     # Not ImageOps.exif_transpose: it writes the EXIF data anew and fails on values that cameras write and PIL cannot.
     turn = _TURNS.get(orientation) if isinstance(orientation, int) else None
+    return pixels if turn is None else np.ascontiguousarray(turn(pixels))
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Return an image with 8 bits a value."""
     if image.mode.startswith("I;16"):  # convert would clip at 255
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    return image if turn is None else image.transpose(turn)
+        return Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    return image
 
 
 def _on_background(image: Image.Image, background: str) -> Image.Image:
-    """Return an image with transparency over a colour; opaque pixels stay as they are."""
+    """Return an image with transparency over a colour."""
     picture = image.convert("RGBA")
-    if picture.getchannel("A").getextrema() == (255, 255):
-        return image
     return Image.alpha_composite(Image.new("RGBA", picture.size, ImageColor.getrgb(background)), picture)
 
 
@@ -257,7 +309,7 @@ def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, no
     for line in lines:
         note(line)
     # An evaluation alone has the same files on both sides.
-    scan = _scanned(train, [] if train is eval_ else eval_, vision.channels, pixels.background, note)
+    scan = _scanned(train, [] if train is eval_ else eval_, vision.channels, pixels.background, config.limits, note)
     if broken := scan.broken:
         if config.on_broken == "stop":
             first = next(iter(broken.values()))
@@ -283,8 +335,8 @@ def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, no
         facts["copied_images"] = scan.copies
     return images.ImageData(
         config,
-        Files(train, vision.channels, pixels.background),
-        Files(eval_, vision.channels, pixels.background),
+        Files(train, vision.channels, pixels.background, config.limits),
+        Files(eval_, vision.channels, pixels.background, config.limits),
         views=(crops.training(config, vision.image_size), crops.fitted(pixels, vision.image_size)),
         seed=seed,
         threads=decoding_threads(),
@@ -346,19 +398,30 @@ class _Look(NamedTuple):
     hidden: bool = False
 
 
-def _look(path: Path, channels: int, background: str) -> _Look:
+def _look(path: Path, channels: int, background: str, limits: LimitsConfig) -> _Look:
     """Decode an image as training does."""
     try:
-        with _opened(path, str(path)) as image:
+        with _opened(path, str(path), limits) as image:
             colour = _has_colour(image)
             pixels = _pixels(image, channels, background, _SCAN_SIDE)
             hidden = False
-            if image.has_transparency_data and (pixels == pixels[0, 0]).all():
-                least, most = image.convert("RGBA").getchannel("A").getextrema()
-                hidden = least != most
+            is_plain = (pixels.min(axis=(0, 1)) == pixels.max(axis=(0, 1))).all()
+            if is_plain and image.has_transparency_data:
+                hidden = _has_levels_of_transparency(image)
     except DataError as error:
         return _Look(error)
     return _Look(None, colour, hidden)
+
+
+def _has_levels_of_transparency(image: Image.Image) -> bool:
+    """Return whether an image with transparency has pixels of more than one level of it."""
+    width, height = image.size
+    rows = max(1, _BAND_PIXELS // width)
+    levels: set[Any] = set()
+    for top in range(0, height, rows):
+        band = image.crop((0, top, width, min(height, top + rows)))
+        levels.update(band.convert("RGBA").getchannel("A").getextrema())
+    return len(levels) > 1
 
 
 def _has_colour(image: Image.Image) -> bool:
@@ -369,20 +432,22 @@ def _has_colour(image: Image.Image) -> bool:
     return image.mode not in ("1", "L", "LA", "La", "I", "F") and not image.mode.startswith("I;16")
 
 
-def _scanned(train: _Labelled, eval_: _Labelled, channels: int, background: str, note: cache.Note) -> _Scan:
+def _scanned(
+    train: _Labelled, eval_: _Labelled, channels: int, background: str, limits: LimitsConfig, note: cache.Note
+) -> _Scan:
     """Decode every image once: a file to refuse is better named now than in mid-run.
 
-    What was whole stays known by its name, size and time. What was broken is looked at again, for it may be repaired.
+    What was whole stays known by its name and content. What was broken is looked at again, for it may be repaired.
     """
     files = [*train, *eval_]
     stats = [path.stat() for _, path, _ in files]
-    marks = (f"{path}:{stat.st_size}:{stat.st_mtime_ns}" for (_, path, _), stat in zip(files, stats, strict=True))
-    digest = cache.digest(f"{len(train)}:{channels}:{background}", *marks)
+    content = contents.digest([path for _, path, _ in files], note)
+    digest = cache.digest(f"{len(train)}:{channels}:{background}:{limits.megapixels}", content)
     prefix = "broken:"
 
     def looks(paths: list[Path]) -> dict[str, _Look]:
         def look(path: Path) -> _Look:
-            return _look(path, channels, background)
+            return _look(path, channels, background, limits)
 
         with ThreadPool(decoding_threads()) as pool:
             results = pool.imap(look, paths, chunksize=64)
@@ -690,7 +755,8 @@ def sizes(config: DataConfig) -> ImageSizes | None:
     most = _SAMPLED_REMOTE if is_remote(path) else _SAMPLED
     places = np.linspace(0, len(files) - 1, min(most, len(files))).round().astype(int)
     with ThreadPool(decoding_threads()) as pool:
-        headers = [header for header in pool.map(_header, [files[place] for place in places]) if header is not None]
+        sampled = pool.map(lambda place: _header(files[place], config.limits), places)
+    headers = [header for header in sampled if header is not None]
     if not headers:  # all broken, which the run says
         return ImageSizes(len(folder.classes), 3, None)
     colour = any(header.colour for header in headers)
@@ -706,9 +772,9 @@ class _Header(NamedTuple):
     colour: bool
 
 
-def _header(path: Path) -> _Header | None:
+def _header(path: Path, limits: LimitsConfig) -> _Header | None:
     try:
-        with _opened(path, str(path)) as image:
+        with _opened(path, str(path), limits) as image:
             return _Header(min(image.size), _has_colour(image))
     except DataError:
         return None

@@ -11,14 +11,15 @@ import gzip
 import math
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mupax.paths import path_of
-from mupax.train.config.data import ImageSizes
+from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
+from mupax.train.data.records import bounds
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:
@@ -32,6 +33,27 @@ FASHION = (
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 """Images and labels to train on, images and labels to test."""
 _BYTES = 8
+_UNCHECKED_BYTES = 1 << 28
+"""Of an array, which is held in memory. A larger one has to be in a file of its size: a tenth of what the ratio allows."""
+
+
+class _Greys:
+    """Labelled grey images of two arrays.
+
+    Args:
+        pixels: uint8 [N, h, w].
+        labels: uint8 [N].
+    """
+
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
+        self._pixels = pixels
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self._pixels[index][..., None], int(self._labels[index])
 
 
 def fashion(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> images.ImageData:
@@ -68,7 +90,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
     """
     folder = path_of(config.name.removeprefix("idx:"))
     try:
-        pictures, labels, test_labels = (array(folder / FILES[i]) for i in (0, 1, 3))
+        pictures, labels, test_labels = (array(folder / FILES[i], config.limits) for i in (0, 1, 3))
     except DataError:  # the run says it
         return None
     if pictures.ndim != 3 or pictures.shape[1] != pictures.shape[2] or not labels.size or not test_labels.size:
@@ -79,7 +101,7 @@ def sizes(config: DataConfig) -> ImageSizes | None:
 def _open(
     config: DataConfig, model: ModelConfig, seed: int, folder: Path, names: list[str] | None, view: images.View
 ) -> images.ImageData:
-    x, y, x_test, y_test = (array(folder / name) for name in FILES)
+    x, y, x_test, y_test = (array(folder / name, config.limits) for name in FILES)
     for pixels, labels, side in ((x, y, "train"), (x_test, y_test, "t10k")):
         if pixels.ndim != 3 or labels.ndim != 1 or len(pixels) != len(labels) or not len(pixels):
             raise DataError(
@@ -96,11 +118,10 @@ def _open(
             f"{folder} has images of {x.shape[1:]} and {x_test.shape[1:]} pixels; only squares of one size are read"
         )
     images.check_size(config.name, images.vision_model(config.name, model, classes), height, channels=1)
-    train, test = ([(p[..., None], int(n)) for p, n in zip(*of, strict=True)] for of in ((x, y), (x_test, y_test)))
     return images.ImageData(
         config,
-        train,
-        test,
+        _Greys(x, y),
+        _Greys(x_test, y_test),
         views=(view, images.as_is),
         seed=seed,
         class_names=classes,
@@ -108,34 +129,53 @@ def _open(
     )
 
 
-def array(path: Path) -> np.ndarray:
+def array(path: Path, limits: LimitsConfig = DEFAULT_LIMITS) -> np.ndarray:
     """The array of an IDX file of uint8.
 
     Args:
         path: of the file, without .gz, which may be there instead.
+        limits: bounds on what it may unpack to.
 
     Raises:
-        DataError: there is none, or it is damaged or of another type.
+        DataError: there is none, or it is damaged, of another type or larger than the limits allow.
     """
     packed = path.with_name(f"{path.name}.gz")
     file = path if path.exists() or not packed.exists() else packed
     try:
-        content = gzip.decompress(file.read_bytes()) if file == packed else file.read_bytes()
+        with file.open("rb") as stored:
+            stream = gzip.GzipFile("", "rb", fileobj=stored) if file == packed else stored
+            return _array(file, stream, bounds.size_of(stored), limits)
     except FileNotFoundError:
         raise DataError(f"no file {path} or {packed.name}; a folder of IDX files has {', '.join(FILES)}") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file} cannot be read: {error}; get it again") from error
-    if len(content) < 4 or content[:2] != b"\0\0":
-        raise DataError(
-            f"{file} is no IDX file: it begins with {content[:4].hex() or 'nothing'}, not with two zero bytes"
-        )
-    kind, dimensions = content[2:4]
+
+
+def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> np.ndarray:
+    """Return the array of an opened file. No more of it is unpacked than its header says.
+
+    Args:
+        file: for messages.
+        stream: its unpacked content.
+        stored_bytes: its size on disk.
+        limits: bounds on what it may unpack to.
+    """
+    header = stream.read(4)
+    if len(header) < 4 or header[:2] != b"\0\0":
+        raise DataError(f"{file} is no IDX file: it begins with {header.hex() or 'nothing'}, not with two zero bytes")
+    kind, dimensions = header[2:4]
     if kind != _BYTES:
         raise DataError(f"{file} has values of IDX type {kind:#x}; only uint8 ({_BYTES:#x}) is read")
-    start = 4 + 4 * dimensions
-    shape = tuple(int.from_bytes(content[i : i + 4], "big") for i in range(4, start, 4))
-    if len(content) != start + math.prod(shape):
+    sizes = stream.read(4 * dimensions)
+    shape = tuple(int.from_bytes(sizes[start : start + 4], "big") for start in range(0, len(sizes), 4))
+    size = math.prod(shape)
+    if size > max(_UNCHECKED_BYTES, limits.ratio * stored_bytes // 10):
+        raise bounds.too_packed(str(file), 10 * size, stored_bytes, limits)
+    content = stream.read(size + 1)
+    start = 4 + len(sizes)
+    if len(sizes) != 4 * dimensions or len(content) != size:
+        more = " or more" if len(content) > size else ""
         raise DataError(
-            f"{file} is not whole: {shape} values want {start + math.prod(shape)} bytes, and it has {len(content)}"
+            f"{file} is not whole: {shape} values want {start + size} bytes, and it has {start + len(content)}{more}"
         )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(content, np.uint8).reshape(shape)

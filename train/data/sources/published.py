@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grain
 import numpy as np
 
-from mupax.paths import is_remote, lasting_name, path_of
-from mupax.train.config.data import SOURCES, ImageSizes
+from mupax.paths import is_remote, path_of
+from mupax.train.config.data import DEFAULT_LIMITS, SOURCES, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError
+from mupax.train.data.records import contents
 from mupax.train.data.sources import folders, text
 from mupax.train.data.text import packing
 from mupax.zoo.families import ModelConfig
@@ -44,7 +45,12 @@ class DataSet(NamedTuple):
 
 
 def labelled(
-    sources: Sequence[Sequence], image: str, label: str, channels: int, background: str = "white"
+    sources: Sequence[Sequence],
+    image: str,
+    label: str,
+    channels: int,
+    background: str = "white",
+    limits: LimitsConfig = DEFAULT_LIMITS,
 ) -> images.Images:
     """Labelled images of TFDS data sources, one after the other.
 
@@ -54,12 +60,13 @@ def labelled(
         label: name of the label's feature.
         channels: channels to decode image files to.
         background: of transparent pixels in image files, as `data.pixels.background` names it.
+        limits: bounds on image files.
     """
 
     def read(i: int, record: dict[str, Any]) -> tuple[np.ndarray, int]:
         pixels = record[image]
         if isinstance(pixels, bytes):
-            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set", background)
+            pixels = folders.decoded(io.BytesIO(pixels), channels, f"{i} of the data set", background, limits=limits)
         return pixels, int(record[label])
 
     records: Any = grain.MapDataset.concatenate([grain.MapDataset.source(source) for source in sources])
@@ -100,17 +107,21 @@ def _first_percent(data_set: DataSet, config: DataConfig) -> DataSet:
 
 
 def _text(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> Data:
-    key, documents = text_documents(data_set, config)
+    key, documents = text_documents(data_set, config, note)
     return text.open_text(config, model, seed, note, key, documents, {"version": data_set.folder.name})
 
 
-def text_documents(data_set: DataSet, config: DataConfig) -> tuple[str, Callable[[], packing.Documents]]:
+def text_documents(
+    data_set: DataSet, config: DataConfig, note: cache.Note
+) -> tuple[str, Callable[[], packing.Documents]]:
     """Return the key and the documents of a data set of text.
 
     Args:
         data_set: as `prepared` gives it.
         config: names it.
+        note: told if much is read to see whether the records have changed.
     """
+    content = contents.digest(sorted(file for file in data_set.folder.iterdir() if file.is_file()), note)
 
     def documents() -> packing.Documents:
         import tensorflow_datasets as tfds
@@ -118,12 +129,13 @@ def text_documents(data_set: DataSet, config: DataConfig) -> tuple[str, Callable
         from mupax.train.data.records import builders
 
         with cache.whole(data_set.folder, config.name):
-            builder = tfds.builder_from_directory(lasting_name(data_set.folder))
+            builder = builders.from_folder(data_set.folder)
             feature = _feature(builder, data_set, (tfds.features.Text,), "text")
         return {side: text.records(builders.Source(builder, split), feature) for side, split in data_set.splits.items()}
 
     part = "" if config.train_percent == 100 else f"-{config.train_percent}"
-    return f"{config.name.replace('/', '-').replace(':', '-')}-{data_set.digest}{part}", documents
+    name = config.name.replace("/", "-").replace(":", "-")
+    return f"{name}-{content}{part}", documents
 
 
 def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int) -> Data:
@@ -132,7 +144,7 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     from mupax.train.data.records import builders
 
     with cache.whole(data_set.folder, config.name):
-        builder = tfds.builder_from_directory(lasting_name(data_set.folder))
+        builder = builders.from_folder(data_set.folder)
         image = _feature(builder, data_set, (tfds.features.Image, tfds.features.Tensor), "image")
         label = _feature(builder, data_set, (tfds.features.ClassLabel,), "label")
         features: Any = builder.info.features
@@ -154,7 +166,12 @@ def _images(data_set: DataSet, config: DataConfig, model: ModelConfig, seed: int
     skip: Any = {image: tfds.decode.SkipDecoding()} if isinstance(features[image], tfds.features.Image) else None
     train, eval_ = (
         labelled(
-            [builders.Source(builder, data_set.splits[side], skip)], image, label, vision.channels, pixels.background
+            [builders.Source(builder, data_set.splits[side], skip)],
+            image,
+            label,
+            vision.channels,
+            pixels.background,
+            config.limits,
         )
         for side in ("train", "eval")
     )
@@ -188,7 +205,13 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         return None
     import tensorflow_datasets as tfds
 
-    features: Any = tfds.builder_from_directory(lasting_name(data_set.folder)).info.features
+    from mupax.train.data.records import builders
+
+    try:
+        with cache.whole(data_set.folder, config.name):
+            features: Any = builders.from_folder(data_set.folder).info.features
+    except DataError:  # the run says it
+        return None
     kinds = (tfds.features.Image, tfds.features.Tensor)
     pictures: list[Any] = [
         feature for feature in features.values() if type(feature) in kinds and len(feature.shape) == 3

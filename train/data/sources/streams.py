@@ -75,7 +75,7 @@ def data_set(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note
     """
     text.language_model(config.name, model)
     named_tokenizers.opened(config.tokenizer, config.separator)  # before the network is asked
-    source, field = hub.opened(config.name), config.field
+    source, field = hub.opened(config.name, config.limits), config.field
     note(source.line)
     key = cache.digest(source.key, field)
     broken = BrokenLog()

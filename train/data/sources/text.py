@@ -13,7 +13,7 @@ from mupax import disk
 from mupax.paths import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, duplicates, splits, user_files
+from mupax.train.data.records import contents, corpus, duplicates, splits, user_files
 from mupax.train.data.text import named_tokenizers, packing, quoting, separators, tokenizer
 from mupax.train.data.text.batches import TokenData
 from mupax.zoo.families import ModelConfig, TokenModel
@@ -104,6 +104,7 @@ def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple
         note,
         skip_broken=config.on_broken == "skip",
         is_utf8=config.tokenizer != "bytes",
+        limits=config.limits,
     )
     if isinstance(encoder, tokenizer.Ids) and (entries := [*files.text, *files.records]):
         raise DataError(
@@ -112,7 +113,10 @@ def user_text(config: DataConfig, model: ModelConfig, note: cache.Note) -> tuple
         )
     if config.field != type(config).field and not files.records:
         raise DataError(f"data.field {config.field} is of records, and {path} has none; leave it out")
-    key = f"text-{corpus.stat_digest(files.every())}"
+    every = files.every()
+    # A stream begins before all of its text is read.
+    named = corpus.stat_digest(every) if config.stream else contents.digest([path for _, path in every], note)
+    key = f"text-{named}"
     if files.records or files.ids:  # plain text has no field
         key = f"records-{cache.digest(key, config.field, kind)}"
     if reading := files.reading():

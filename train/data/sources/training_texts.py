@@ -15,7 +15,7 @@ from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import shown_to_template
 from mupax.train.data.chats.records import FIELD
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import corpus, splits, user_files
+from mupax.train.data.records import contents, splits, user_files
 from mupax.train.data.sources import text
 from mupax.zoo.families import ModelConfig
 
@@ -70,7 +70,7 @@ def opened(config: DataConfig, model: ModelConfig, note: cache.Note) -> Training
         return _hub(config)
     from mupax.train.data.sources import published
 
-    key, documents = published.text_documents(published.prepared(config, note), config)
+    key, documents = published.text_documents(published.prepared(config, note), config, note)
     return TrainingTexts(key, lambda: _training_part(documents()))
 
 
@@ -159,8 +159,9 @@ def _chats(config: DataConfig, note: cache.Note) -> TrainingTexts:
     field = FIELD if config.field == type(config).field else config.field
     path = path_of(config.name.partition(":")[2])
     skip_broken = config.on_broken == "skip"
-    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken)
-    key = cache.digest(corpus.stat_digest(files.every()), field, template.source, *map(str, template.tokens.items()))
+    files = user_files.files(path, "chat", field, None, note, skip_broken=skip_broken, limits=config.limits)
+    every = contents.digest([path for _, path in files.every()], note)
+    key = cache.digest(every, field, template.source, *map(str, template.tokens.items()))
     return TrainingTexts(f"chat-{key}", lambda: _written(template, splits.sides(files)), template.special_tokens)
 
 
@@ -176,7 +177,7 @@ def _written(template: Template, documents: Documents) -> Iterator[bytes]:
 def _hub(config: DataConfig) -> TrainingTexts:
     from mupax.train.data.streams import hub
 
-    data_set = hub.opened(config.name)
+    data_set = hub.opened(config.name, config.limits)
     documents = hub.HubDocuments(data_set, "train", config.field)
 
     def read() -> Iterator[bytes]:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError, ReadError
-from mupax.train.data.records import corpus, listing, split_names
+from mupax.train.data.records import bounds, corpus, listing, split_names, tables
 from mupax.train.data.records.broken import BrokenLog
-from mupax.train.data.records.lines import content_of
+from mupax.train.data.records.lines import Lines, content_of
 from mupax.train.data.streams.lanes import Chunk
 
 _DATA_SUFFIXES = {".jsonl", ".json", ".ndjson", ".parquet", ".csv", ".tsv", ".txt", ".text", ".arrow"}
 _ABOUT = {"config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that `datasets` keeps beside data."""
 _CHUNK_BYTES, _CHUNK_ROWS = 1 << 18, 1000
+_PACKED = (".gz", ".zst", ".bz2", ".xz")
+_CHECKED_BYTES = 64 * 2**20
+"""Of a file on disk, which is read once before `datasets` reads it. To read larger ones twice would take long."""
 _TIMEOUT_S = 10.0
 _SHOWN = 300
 
@@ -39,10 +44,15 @@ class DataSet(NamedTuple):
     """What is trained on, evaluated on and not used, for the user."""
 
 
-def opened(name: str) -> DataSet:
+def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
     """The data set of a data.name, hf:NAME[@REVISION][:SUBSET] or hf:FOLDER[:SUBSET].
 
+    Args:
+        name: data.name.
+        limits: bounds on what files of a folder unpack to.
+
     Raises:
+        LimitError: a file of the folder unpacks to much more than its size.
         DataError: the package is missing, there is no such data set or subset, or it cannot be reached.
     """
     place, subset = _place(name)
@@ -60,6 +70,7 @@ def opened(name: str) -> DataSet:
         files = sorted((hidden_too | visible).items())
         revision = cache.digest(*(f"{file_name} {file.stat().st_size}" for file_name, file in files))
         key = corpus.stat_digest(files)
+        _check_files([file for _, file in files], limits)
         split = None if subset or _declares_splits(place) else _file_split(visible, name)
         if split is not None:
             options["data_files"] = _files_by_split(split, visible)
@@ -82,6 +93,30 @@ def opened(name: str) -> DataSet:
         reading = [] if usual else [f"{train}, {held_out}"]  # earlier versions evaluated on another split
     splits = {"train": every[train]} | ({"eval": every[held_out]} if held_out else {})
     return DataSet(name, splits, revision, cache.digest(where, subset or "", key, *reading), f"{name}: {line}")
+
+
+def _check_files(files: list[Path], limits: LimitsConfig) -> None:
+    """Refuse small files that unpack to much: `datasets` holds a row group or a line in memory, whatever its size."""
+    for file in files:
+        suffix = file.suffix.lower()
+        if file.stat().st_size > _CHECKED_BYTES:
+            continue
+        if suffix == ".parquet":
+            tables.check_columns(file, limits)
+        elif suffix in _PACKED:
+            for _ in Lines(file, "", BrokenLog(limits=limits)).parts():
+                pass
+        elif suffix == ".zip":
+            _check_archive(file, limits)
+
+
+def _check_archive(file: Path, limits: LimitsConfig) -> None:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+    except (OSError, zipfile.BadZipFile, ValueError) as error:
+        raise DataError(f"cannot read {file}: {error}. It may be damaged or cut off; fetch it again") from error
+    bounds.check_ratio(str(file), size, file.stat().st_size, limits)
 
 
 def _files_by_split(split: split_names.FileSplit, files: dict[str, Path]) -> dict[str, list[str]]:

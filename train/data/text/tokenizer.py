@@ -13,12 +13,12 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from mupax.train.data.interface import DataError
-from mupax.train.data.text import quoting
+from mupax.train.data.text import quoting, untrusted
 from mupax.train.data.text.quoting import SpecialTokens
 
 SEPARATOR = "<|endoftext|>"
@@ -28,6 +28,11 @@ _SPACES = (("Ġ", " "), ("▁", " "), ("Ċ", "\n"), ("<0x0A>", "\n"))
 """How byte-level and SentencePiece vocabularies write spaces and line ends."""
 _SPACE = "▁"
 _LISTED = 6
+_BATCH_BYTES = 1 << 20
+"""Of text that is encoded at once: the library takes 200 to 300 bytes for each."""
+_OVERLAP = 1 << 12
+"""Characters that two stretches of a long text have in common."""
+T = TypeVar("T", bytes, str)
 _NO_UTF8 = 0xFF
 """A byte that no UTF-8 has."""
 _REPLACEMENT = "\ufffd"
@@ -202,6 +207,7 @@ class Subwords:
                 f"no tokenizer at {path}; write data.tokenizer as bytes, bpe:SIZE or the path of a tokenizer.json"
             ) from error
         self.path = path
+        untrusted.check_content(content, str(path))
         try:
             with self._calling():
                 self._library = Library.from_buffer(content)
@@ -211,9 +217,12 @@ class Subwords:
             raise DataError(f"{path} is no tokenizer.json of the `tokenizers` library: {error!s:.300}") from error
         self._library.no_padding()  # of a model's inputs, not of texts: ids must not depend on the batch
         self._library.no_truncation()
+        ids = self._library.get_vocab(with_added_tokens=True).values()
+        growth = untrusted.check_library(self._library, ids, str(path))
+        self._batch_bytes = max(1, int(_BATCH_BYTES / growth))
         self._digest = hashlib.sha256(content).hexdigest()
         self.key = f"tokenizer-{self._digest[:16]}"
-        self.vocab_size = 1 + max(self._library.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(ids, default=-1)
         usual = self.find(*USUAL_SEPARATORS)
         chosen = usual if separator is None else self.find(separator)
         if chosen is None:
@@ -242,23 +251,67 @@ class Subwords:
                 self._encoder = quoting.plain_library(content, self.special)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        # The library spreads a batch over the cores.
-        with self._calling():
-            encodings = self._encoder.encode_batch_fast([decoded(text) for text in texts], add_special_tokens=False)
-        return [np.array(encoding.ids, np.int32) for encoding in encodings]
+        ids: list[np.ndarray] = []
+        for batch in _batches(texts, self._batch_bytes):
+            strings = [decoded(text) for text in batch]
+            if len(strings) == 1 and len(strings[0]) > self._batch_bytes:
+                ids.append(self._long_spans(self._encoder, strings[0])[0])
+                continue
+            # The library spreads a batch over the cores.
+            with self._calling():
+                encodings = self._encoder.encode_batch_fast(strings, add_special_tokens=False)
+            ids += [np.array(encoding.ids, np.int32) for encoding in encodings]
+        return ids
 
     def spans(
         self, texts: Sequence[str], written: Sequence[Sequence[int]] | None = None
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         if not self.variant or written is None:
-            with self._calling():
-                encodings = self._encoder.encode_batch([*texts], add_special_tokens=False)
-            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-            places = [np.array(encoding.offsets, np.int64).reshape(-1, 2) for encoding in encodings]
-            return [*zip(ids, places, strict=True)]
+            return self._spans(texts)
         marked = [quoting.marked(text, starts) for text, starts in zip(texts, written, strict=True)]
-        spans = self.spans([text for text, _ in marked])
+        spans = self._spans([text for text, _ in marked])
         return [(ids, _at_origin(places, origin)) for (ids, places), (_, origin) in zip(spans, marked, strict=True)]
+
+    def _spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        spans: list[tuple[np.ndarray, np.ndarray]] = []
+        for batch in _batches(texts, self._batch_bytes):
+            if len(batch) == 1 and len(batch[0]) > self._batch_bytes:
+                spans.append(self._long_spans(self._encoder, batch[0]))
+                continue
+            with self._calling():
+                encodings = self._encoder.encode_batch(batch, add_special_tokens=False)
+            spans += [_ids_and_places(encoding) for encoding in encodings]
+        return spans
+
+    def _long_spans(self, library: Any, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Encode a long text in stretches that overlap, since the library takes some hundred bytes of memory per character.
+
+        Two stretches are joined where both have a token's edge, far from their ends, so that the ids are those of the text as
+        a whole.
+        """
+        parts: list[tuple[np.ndarray, np.ndarray]] = []
+        begin = 0  # of the next stretch
+        kept = 0  # characters that have tokens
+        while True:
+            stop = min(len(text), begin + self._batch_bytes)
+            with self._calling():
+                encoding = library.encode(text[begin:stop], add_special_tokens=False)
+            ids, places = _ids_and_places(encoding)
+            places = places + begin
+            if parts:
+                before_ids, before_places = parts[-1]
+                edge = _common_edge(before_places[:, 1], places[:, 0], begin, kept)
+                count = int(np.searchsorted(before_places[:, 1], edge, side="right"))
+                parts[-1] = (before_ids[:count], before_places[:count])
+                first = int(np.searchsorted(places[:, 0], edge, side="left"))
+                ids = ids[first:]
+                places = places[first:]
+            parts.append((ids, places))
+            if stop == len(text):
+                break
+            kept = stop
+            begin = max(begin + 1, stop - min(_OVERLAP, self._batch_bytes // 2))
+        return np.concatenate([ids for ids, _ in parts]), np.concatenate([places for _, places in parts])
 
     def quoted(self, text: bytes) -> dict[str, int]:
         return self._quotes(text)
@@ -376,6 +429,42 @@ class Subwords:
             if type(error).__name__ != "PanicException":
                 raise
             raise DataError(f"{self.path} is a damaged tokenizer.json: {error!s:.200}") from error
+
+
+def _batches(texts: Sequence[T], size: int) -> Iterator[list[T]]:
+    """Yield texts in lists of so many bytes or characters in all. A longer text is alone."""
+    batch: list[T] = []
+    total = 0
+    for text in texts:
+        if batch and total + len(text) > size:
+            yield batch
+            batch = []
+            total = 0
+        batch.append(text)
+        total += len(text)
+    if batch:
+        yield batch
+
+
+def _ids_and_places(encoding: Any) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+def _common_edge(stops: np.ndarray, starts: np.ndarray, first: int, last: int) -> int:
+    """Return the place in [first, last) where one stretch ends a token and the next begins one, nearest to the middle.
+
+    Where they have none in common, the middle's last end of a token in the first stretch is taken.
+
+    Args:
+        stops: where tokens of the first stretch end, in order.
+        starts: where tokens of the second stretch begin, in order.
+        first, last: characters that both stretches have.
+    """
+    middle = (first + last) // 2
+    inside = stops[(stops > first) & (stops < last)]
+    common = np.intersect1d(inside, starts)
+    edges = common if len(common) else inside
+    return int(edges[np.argmin(np.abs(edges - middle))]) if len(edges) else last
 
 
 def _at_origin(places: np.ndarray, origin: np.ndarray) -> np.ndarray:

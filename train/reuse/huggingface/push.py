@@ -15,6 +15,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Switch
 from mupax.errors import MupaxError, MupaxFailure
+from mupax.paths import links_outside
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -95,11 +96,13 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         if args.step or args.tokenizer or args.separator or args.licence or args.dtype != "float32":
             flags = "--step, --dtype, --tokenizer, --separator and --licence"
             raise PushError(f"{args.path} holds weights that go as they are; leave {flags} out")
-        names = sorted(each.name for each in folder.iterdir() if each.is_file() and each.name.endswith(SENT))
+        entries = [entry for entry in folder.iterdir() if entry.name.endswith(SENT) and not entry.name.startswith(".")]
+        names = sorted(entry.name for entry in entries if entry.is_file())
+        _check_links(folder, names)
         if not any(name.endswith(".safetensors") for name in names):
             raise WeightsError(f"{folder} has config.json and no safetensors")
         check_whole(folder)
-        yield folder, [name for name in names if not name.startswith(".")]
+        yield folder, names
         return
     with scratch() as target:
         licence, name = args.licence and licences.identifier(args.licence), args.to.partition("/")[2]
@@ -116,6 +119,15 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         for note in notes:
             terminal.say(note)
         yield target, sorted(each.name for each in target.iterdir())
+
+
+def _check_links(folder: Path, names: Sequence[str]) -> None:
+    """Refuse to send what links lead to outside of the folder."""
+    for name, target in links_outside(folder, names).items():
+        raise PushError(
+            f"{folder / name} links to {target}, outside of the folder; copy the file into the folder if it is to be sent, or "
+            "remove the link"
+        )
 
 
 def _check_name(to: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mupax.disk import read_json
-from mupax.paths import copy
+from mupax.paths import copy, links_outside
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.templates import Template
 from mupax.train.data.interface import DataError
@@ -60,9 +60,16 @@ def keep(folder: Path, out: Path, *, tokenizer: bool = True) -> list[str]:
         folder: where the weights lie.
         out: folder to write into. A file that is there already stays.
         tokenizer: whether those of the tokenizer are among them.
+
+    Raises:
+        DataError: such a file is a link to what is outside of the folder, which a copy would give away with the weights.
     """
     names = (*NEAR, *_OLDER) if tokenizer else (text_ids.FILE, preprocessor.FILE)
     present = [name for name in names if (folder / name).is_file() and not (out / name).exists()]
+    for name, target in links_outside(folder, present).items():
+        raise DataError(
+            f"{folder / name} links to {target}, outside of the folder; copy the file into the folder, or remove the link"
+        )
     for name in present:
         copy(folder / name, out / name)
     return present

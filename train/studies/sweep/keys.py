@@ -58,6 +58,7 @@ def key_of(config: Config, data_digest: str) -> str:
     if bare.data.transforms.mix_group is None:
         fields["data"].get("transforms", {}).pop("mix_group", None)
     del fields["stop"], fields["resume_from"], fields["data"]["evaluate"]  # a point has none
+    del fields["data"]["limits"]  # decide whether data are refused, and change none
     for section, names in {
         "checkpoint": ("keep_best", "best_metric"),
         "log": ("trackio", "images", "histograms"),

@@ -154,6 +154,49 @@ def test_a_template_runs_where_it_can_do_no_harm(template: str, text: str) -> No
         templates.Template(template, "x").render(TALK, prompt=True)
 
 
+LOOP = "{% set ns = namespace(x='ab') %}{% for i in range(40) %}{% set ns.x = EXPRESSION %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{{ 'x' * 10**10 }}",
+        "{{ ([0] * 10**9) | length }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ 'x' | center(10**10) }}",
+        "{{ 'x'.ljust(10**10) }}",
+        "{{ '%01000000000d' % 5 }}",
+        "{{ '{:01000000000d}'.format(5) }}",
+        "{{ {'a': 1} | tojson(indent=10**9) }}",
+        "{% for i in range(9999) %}{{ 'x' * 99999 }}{% endfor %}",
+        "{% if true %}" * 5000 + "{% endif %}" * 5000,
+        "x" * 2_000_000,
+        *(
+            LOOP.replace("EXPRESSION", expression)
+            for expression in (
+                "ns.x * 2",
+                "ns.x + ns.x",
+                "ns.x ~ ns.x",
+                "ns.x | replace('a', 'aa')",
+                "ns.x.replace('a', 'aa')",
+            )
+        ),
+    ],
+)
+def test_a_template_that_loops_or_grows_without_end_is_refused(template: str) -> None:
+    with pytest.raises(DataError, match="chat template"):
+        templates.Template(template, "x").render(TALK, prompt=True)
+
+
+def test_control_a_template_may_loop_and_join(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{% for i in range(3) %}{{ loop.index ~ '/' ~ loop.length ~ m.content[:1] * 2 }}{% endfor %}{% endfor %}"
+    text = templates.Template(template, "x").render(TALK[:1], prompt=True)
+    first = TALK[0]["content"][:1] * 2
+    assert text == f"1/3{first}2/3{first}3/3{first}"
+
+
 def test_templates_lie_beside_the_tokenizer(tmp_path: Path) -> None:
     name = str(tmp_path / "tokenizer.json")
     assert templates.find(name) is None

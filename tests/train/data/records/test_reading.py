@@ -21,7 +21,7 @@ from mupax.train import data
 from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data import __main__ as data_command
-from mupax.train.data.records import corpus
+from mupax.train.data.records import contents, corpus
 from mupax.train.data.streams.batches import Stream
 from mupax.train.data.text.batches import TokenData
 from tests.train.data.sources.test_records import vocabulary
@@ -570,8 +570,8 @@ def test_control_plain_folders_keep_their_place_in_the_cache(tmp_path: Path, pac
     for name in many():
         write_text(tmp_path / "t", name)
     opened(f"text:{tmp_path / 't'}")
-    files = [(name, tmp_path / "t" / name) for name in sorted(many())]
-    assert packed() == {f"text-{corpus.stat_digest(files)}-bytes"}
+    files = [tmp_path / "t" / name for name in sorted(many())]
+    assert packed() == {f"text-{contents.digest(files, print)}-bytes"}
 
 
 @pytest.mark.parametrize("reason", ["split", "mark", "width"])
@@ -588,7 +588,7 @@ def test_what_was_packed_otherwise_is_packed_again(tmp_path: Path, reason: str, 
             IDS.astype("<i4").tofile(folder / f"{name}.bin")
         fields, kind = {"tokenizer": "ids:320", "vocab_size": 320}, "records"
     opened(f"{kind}:{folder}", **fields)
-    before = corpus.stat_digest([(path.name, path) for path in sorted(folder.iterdir())])
+    before = contents.digest(sorted(folder.iterdir()), print)
     from mupax.train.data import cache
 
     (name,) = packed()

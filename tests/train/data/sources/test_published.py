@@ -334,3 +334,38 @@ def test_command_without_a_network(
 
 def test_names_of_tfds_are_known() -> None:
     assert {"c4", "imagenet2012", "mnist"} <= set(published.builder_names())
+
+
+CLASS = "tensorflow_datasets.core.features."
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"pythonClassName": "stranger.Feature"},
+        {"python_class_name": "stranger.Feature"},
+        {"type": "stranger.Feature", "content": {}},
+        {
+            "pythonClassName": f"{CLASS}sequence_feature.Sequence",
+            "sequence": {"feature": {"pythonClassName": "stranger.Feature"}},
+        },
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "prepare"])
+def test_no_module_of_a_data_set_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: dict, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = prepare(tmp_path, TEXT, {"train": sentences(0, 5)})
+    content = json.loads((folder / "features.json").read_text())
+    content["featuresDict"]["features"]["text"] = feature
+    (folder / "features.json").write_text(json.dumps(content))
+    (tmp_path / "stranger.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    if command == "run":
+        with pytest.raises(data.DataError, match=r"features\.json.*stranger\.Feature"):
+            load("tiny", tmp_path, SHORT)
+        return
+    (tmp_path / "mnist").mkdir()
+    folder.rename(tmp_path / "mnist" / "3.0.1")
+    assert main(["prepare", "mnist", "--data-dir", str(tmp_path)]) == 2
+    assert "features.json" in capsys.readouterr().err

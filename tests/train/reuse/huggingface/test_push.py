@@ -152,6 +152,31 @@ def test_an_upload_that_was_cut_off_is_written_again(hub: Hub, monkeypatch: pyte
     assert hub.files == {path.name: path.read_bytes() for path in Path("weights").iterdir()}
 
 
+@pytest.mark.parametrize("name", ["README.md", "vocab.txt", "model.safetensors.json"])
+def test_what_links_lead_to_outside_of_the_folder_is_not_sent(hub: Hub, name: str) -> None:
+    Path("secret").write_text("of the user's")
+    Path("weights", name).symlink_to("../secret")
+    code, out, err = push("weights --to me/model --dry-run")
+    assert code == 2
+    assert name in err
+    assert name not in out
+    Path("weights", name).unlink()
+    Path("weights", "card").write_text("# A model\n")
+    Path("weights", "README.md").symlink_to("card")  # Control: a link that stays inside.
+    code, out, err = push("weights --to me/model --dry-run")
+    assert code == 0, err
+    assert "README.md" in out
+
+
+def test_what_links_lead_to_is_not_taken_along_with_imported_weights(hub: Hub) -> None:
+    Path("secret").write_text("of the user's")
+    Path("weights", "vocab.txt").symlink_to("../secret")
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        assert zoo_main(["import", "weights", "--out", "in"]) == 2
+    assert "vocab.txt" in err.getvalue()
+
+
 def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         assert zoo_main(["import", "weights", "--out", "mup", "--preset", "mup", "--base", "lm-proxy"]) == 0

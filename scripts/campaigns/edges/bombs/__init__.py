@@ -1,0 +1,1 @@
+"""Files that the campaign `files` makes, by what reads them."""

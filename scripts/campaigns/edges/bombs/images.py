@@ -1,0 +1,229 @@
+"""Images that unpack to much, in every format that Pillow reads, and a photograph of 100 megapixels that must load."""
+
+from __future__ import annotations
+
+import functools
+import io
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches
+
+PIXELS = "--data.limits.megapixels"
+
+
+def samples() -> Iterator[Sample]:
+    """Yield every sample of this kind."""
+    files: dict[str, tuple[Callable[[], bytes], tuple[int, ...], str]] = {
+        "png: 13,000 x 13,000, black and white": (functools.partial(_png, 13_000, 13_000), REFUSED, PIXELS),
+        "png: 60,000 x 60,000, black and white": (functools.partial(_png, 60_000, 60_000), REFUSED, PIXELS),
+        "png: 11,000 x 11,000, black and white": (functools.partial(_png, 11_000, 11_000), LOADS, ""),
+        "png: 9,000 x 9,000, palette": (functools.partial(_drawn, "PNG", "P", 9000), LOADS, ""),
+        "png: 11,000 x 11,000, colour": (functools.partial(_drawn, "PNG", "RGB", 11_000), LOADS, ""),
+        "png: 11,000 x 11,000, transparent": (functools.partial(_drawn, "PNG", "RGBA", 11_000), LOADS, ""),
+        "png: 11,000 x 11,000, 16 bits": (functools.partial(_drawn, "PNG", "I;16", 11_000), LOADS, ""),
+        "png: 100,000,000 x 1": (functools.partial(_png, 100_000_000, 1), LOADS, ""),
+        "png: 1 x 1,000,000": (functools.partial(_png, 1, 1_000_000), LOADS, ""),
+        "png: 2^31 x 2^31 in its header": (functools.partial(_png_header, 2**31 - 1, 2**31 - 1), REFUSED, ""),
+        "png: a text of 60 MB": (_png_text, REFUSED, ""),
+        "png: a colour profile of 200 MB": (_png_profile, EITHER, ""),
+        "jpeg: 11,000 x 11,000": (functools.partial(_drawn, "JPEG", "RGB", 11_000), LOADS, ""),
+        "jpeg: 11,000 x 11,000, turned": (functools.partial(_drawn, "JPEG", "RGB", 11_000, turned=True), LOADS, ""),
+        "jpeg: 10,000 x 10,000, progressive": (
+            functools.partial(_drawn, "JPEG", "RGB", 10_000, progressive=True),
+            LOADS,
+            "",
+        ),
+        "jpeg: 10,000 x 10,000, CMYK": (functools.partial(_drawn, "JPEG", "CMYK", 10_000), LOADS, ""),
+        "jpeg: 14,000 x 14,000": (functools.partial(_drawn, "JPEG", "L", 14_000), REFUSED, PIXELS),
+        "jpeg: 65,500 x 65,500 in its header": (_jpeg_header, REFUSED, ""),
+        "jpeg: 60 kB of EXIF": (_jpeg_exif, LOADS, ""),
+        "gif: 65,535 x 65,535": (_gif_header, REFUSED, PIXELS),
+        "gif: 8,000 x 7,900": (functools.partial(_drawn, "GIF", "P", 7950), LOADS, ""),
+        "gif: 5,000 frames": (_frames, LOADS, ""),
+        "webp: 12,000 x 12,000": (functools.partial(_drawn, "WEBP", "RGB", 12_000), REFUSED, PIXELS),
+        "webp: 6,400 x 6,400": (functools.partial(_drawn, "WEBP", "RGB", 6400), LOADS, ""),
+        "webp: 6,400 x 6,400, transparent": (functools.partial(_drawn, "WEBP", "RGBA", 6400), LOADS, ""),
+        "tiff: 20,000 x 20,000": (functools.partial(_drawn, "TIFF", "1", 20_000), REFUSED, PIXELS),
+        "tiff: 7,900 x 7,900, one strip": (functools.partial(_drawn, "TIFF", "RGB", 7900), LOADS, ""),
+        "tiff: 7,900 x 7,900, 16 bits": (functools.partial(_drawn, "TIFF", "I;16", 7900), LOADS, ""),
+        "bmp: 100,000 x 100,000 in its header": (functools.partial(_bmp_header, 100_000), REFUSED, ""),
+        "bmp: 8,000 x 8,000, run lengths": (functools.partial(_bmp_header, 8000), EITHER, ""),
+        "jp2: 12,000 x 12,000": (functools.partial(_drawn, "JPEG2000", "L", 12_000), REFUSED, PIXELS),
+        "jp2: 5,500 x 5,500": (functools.partial(_drawn, "JPEG2000", "RGB", 5500), LOADS, ""),
+        "avif: 5,000 x 5,000": (functools.partial(_drawn, "AVIF", "RGB", 5000), LOADS, ""),
+        "ppm: 10^9 x 10^9 in its header": (lambda: b"P6 1000000000 1000000000 255\n" + bytes(1000), REFUSED, ""),
+        "tga: 65,535 x 65,535 in its header": (_tga_header, REFUSED, ""),
+        "ico: 256 entries": (_icon, EITHER, ""),
+        "pcx: 60,000 x 60,000 in its header": (_pcx_header, REFUSED, ""),
+        "sgi: 65,535 x 65,535 in its header": (_sgi_header, REFUSED, ""),
+    }
+    for title, (content, codes, flag) in files.items():
+        make = functools.partial(_make, suffix=title.partition(":")[0], content=content)
+        yield Sample(f"image {title}", "images", make, _read, codes, flag)
+    bomb = functools.partial(_make, suffix="png", content=files["png: 13,000 x 13,000, black and white"][0])
+    yield Sample("image png: 13,000 x 13,000, left out", "images", bomb, _read_the_others, LOADS, "left out")
+    yield Sample("image png: 13,000 x 13,000, allowed", "images", bomb, _read_all, LOADS)
+    eight = functools.partial(_make, suffix="png", content=files["png: 11,000 x 11,000, colour"][0], copies=4)
+    yield Sample("image png: four of 11,000 x 11,000", "images", eight, _read, LOADS)
+    yield Sample("image jpeg: a photograph of 100 megapixels", "honest", _photograph, _read, LOADS)
+
+
+def _make(folder: Path, suffix: str, content: Callable[[], bytes], copies: int = 1) -> None:
+    """Write two classes of small images, and the sample among them."""
+    _small_images(folder)
+    data = content()
+    for number in range(copies):
+        (folder / "images" / "cat" / f"sample{number}.{suffix}").write_bytes(data)
+
+
+def _small_images(folder: Path) -> None:
+    import numpy as np
+    from PIL import Image
+
+    for label in ("cat", "dog"):
+        (folder / "images" / label).mkdir(parents=True)
+        for number in range(12):
+            pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "images" / label / f"{number}.png")
+
+
+def _read(folder: Path) -> int:
+    return first_batches(folder, "images:images", images=True)
+
+
+def _read_the_others(folder: Path) -> int:
+    return first_batches(folder, "images:images", images=True, on_broken="skip")
+
+
+def _read_all(folder: Path) -> int:
+    from mupax.train.config.data import LimitsConfig
+
+    return first_batches(folder, "images:images", images=True, limits=LimitsConfig(megapixels=170))
+
+
+def _drawn(kind: str, mode: str, side: int, *, turned: bool = False, progressive: bool = False) -> bytes:
+    """Return an image of one colour, as Pillow writes it."""
+    from PIL import ExifTags, Image
+
+    image = Image.new(mode, (side, side), None if mode != "RGBA" else (200, 30, 30, 128))  # pyright: ignore
+    out = io.BytesIO()
+    options: dict[str, object] = {"progressive": True} if progressive else {}
+    if turned:
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6
+        options["exif"] = exif
+    if kind == "TIFF":
+        options |= {"compression": "tiff_deflate", "strip_size": 2**31 - 1}
+    if kind == "WEBP":
+        options["method"] = 0
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def _chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def _png(width: int, height: int) -> bytes:
+    """Return a black PNG of one bit a pixel."""
+    packer = zlib.compressobj(9)
+    row = bytes((width + 7) // 8 + 1)
+    rows = b"".join(packer.compress(row) for _ in range(height)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", rows) + _chunk(b"IEND", b"")
+
+
+def _png_header(width: int, height: int) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", bytes(100)) + _chunk(b"IEND", b"")
+
+
+def _png_text() -> bytes:
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("k", "x" * (60 << 20), zip=True)
+    out = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(out, "PNG", pnginfo=info)
+    return out.getvalue()
+
+
+def _png_profile() -> bytes:
+    whole = _png(40, 40)
+    profile = _chunk(b"iCCP", b"name\0\0" + zlib.compress(bytes(200 << 20), 9))
+    return whole[:33] + profile + whole[33:]
+
+
+def _jpeg_header() -> bytes:
+    whole = bytearray(_drawn("JPEG", "RGB", 64))
+    place = whole.index(b"\xff\xc0")
+    whole[place + 5 : place + 9] = struct.pack(">HH", 65_500, 65_500)
+    return bytes(whole)
+
+
+def _jpeg_exif() -> bytes:
+    from PIL import Image
+
+    exif = Image.Exif()
+    exif[270] = "x" * 60_000
+    out = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(out, "JPEG", exif=exif)
+    return out.getvalue()
+
+
+def _gif_header() -> bytes:
+    whole = bytearray(_drawn("GIF", "P", 64))
+    whole[6:10] = struct.pack("<HH", 65_535, 65_535)
+    return bytes(whole)
+
+
+def _frames() -> bytes:
+    from PIL import Image
+
+    frames = [Image.new("P", (64, 64), number % 256) for number in range(5000)]
+    out = io.BytesIO()
+    frames[0].save(out, "GIF", save_all=True, append_images=frames[1:])
+    return out.getvalue()
+
+
+def _bmp_header(side: int) -> bytes:
+    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 0, 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 2000, 0, 0, 14 + 40 + 1024) + header + bytes(1024) + b"\xff\x01" * 500 + b"\0\1"
+
+
+def _tga_header() -> bytes:
+    return struct.pack("<BBBHHBHHHHBB", 0, 0, 10, 0, 0, 0, 0, 0, 65_535, 65_535, 24, 0) + bytes(1000)
+
+
+def _pcx_header() -> bytes:
+    return (
+        struct.pack("<BBBBHHHH", 10, 5, 1, 8, 0, 0, 59_999, 59_999)
+        + bytes(52)
+        + b"\0\1"
+        + struct.pack("<H", 60_000)
+        + bytes(2000)
+    )
+
+
+def _sgi_header() -> bytes:
+    return struct.pack(">HBBHHHH", 474, 1, 1, 3, 65_535, 65_535, 3) + bytes(2000)
+
+
+def _icon() -> bytes:
+    entries = b"".join(struct.pack("<BBBBHHII", 0, 0, 0, 0, 1, 32, 10_000_000, 6 + 256 * 16) for _ in range(256))
+    return struct.pack("<HHH", 0, 1, 256) + entries + _png(256, 256)
+
+
+def _photograph(folder: Path) -> None:
+    """Write small images, and a photograph of 12,000 x 8,400 pixels with much detail."""
+    import numpy as np
+    from PIL import Image
+
+    _small_images(folder)
+    grain = np.random.default_rng(0).integers(0, 255, (1050, 1500, 3), dtype=np.uint8)
+    picture = Image.fromarray(grain).resize((12_000, 8400), Image.Resampling.BICUBIC)
+    picture.save(folder / "images" / "cat" / "photograph.jpg", quality=90)

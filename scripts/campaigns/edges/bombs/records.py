@@ -1,0 +1,525 @@
+"""Records that unpack to much: JSON lines under every compression, Parquet, data sets of `datasets`, token ids, IDX and TFDS."""
+
+from __future__ import annotations
+
+import bz2
+import functools
+import gzip
+import json
+import lzma
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, mupax
+
+MIB = 2**20
+RATIO = "--data.limits.ratio"
+LENGTH = "--data.limits.record-mib"
+_WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa")
+_GOOD = b"".join(json.dumps({"text": f"{_WORDS[i % 10]} {i} {_WORDS[i % 7]}"}).encode() + b"\n" for i in range(300))
+
+
+def samples() -> Iterator[Sample]:
+    """Yield every sample of this kind."""
+    yield from _lines()
+    yield from _plain_lines()
+    yield from _parquet()
+    yield from _hub()
+    yield from _arrays()
+    yield from _honest()
+
+
+def _write(file: Path, blocks: Iterator[bytes]) -> None:
+    """Write a file, compressed as its suffix says, without holding it in memory."""
+    match file.suffix:
+        case ".gz":
+            with gzip.open(file, "wb", 9) as stream:
+                stream.writelines(blocks)
+        case ".bz2":
+            with bz2.open(file, "wb") as stream:
+                stream.writelines(blocks)
+        case ".xz":
+            with lzma.open(file, "wb", preset=1) as stream:
+                stream.writelines(blocks)
+        case ".zst":
+            import pyarrow
+
+            with pyarrow.CompressedOutputStream(str(file), "zstd") as stream:
+                for block in blocks:
+                    stream.write(block)
+        case _:
+            with file.open("wb") as stream:
+                stream.writelines(blocks)
+
+
+def _long_first() -> Iterator[bytes]:
+    yield b'{"text":"'
+    yield from [b"a" * MIB] * 1200
+    yield b'"}\n' + _GOOD
+
+
+def _long_later() -> Iterator[bytes]:
+    yield _GOOD + b'{"text":"'
+    yield from [b"a" * MIB] * 1200
+    yield b'"}\n' + _GOOD
+
+
+def _long_without_end() -> Iterator[bytes]:
+    yield _GOOD + b'{"text":"'
+    yield from [b"a" * MIB] * 1200
+
+
+def _many_lines() -> Iterator[bytes]:
+    block = b'{"text":"the same line again"}\n' * 30_000
+    for _ in range(1200):
+        yield block
+
+
+def _many_empty_lines() -> Iterator[bytes]:
+    yield _GOOD
+    for _ in range(1200):
+        yield b"\n" * MIB
+
+
+def _wide_list() -> Iterator[bytes]:
+    yield _GOOD + b'{"text":"ok","x":['
+    for _ in range(7):
+        yield b"{}," * MIB
+    yield b"{}]}\n"
+
+
+_STREAMS: dict[str, tuple[Callable[[], Iterator[bytes]], str]] = {
+    "a first line of 1.2 GB": (_long_first, "--data.limits"),
+    "a later line of 1.2 GB": (_long_later, "--data.limits"),
+    "a line of 1.2 GB that does not end": (_long_without_end, "--data.limits"),
+    "1.1 GB of one line": (_many_lines, RATIO),
+    "1.2 GB of empty lines": (_many_empty_lines, RATIO),
+    "a list of 7 million objects": (_wide_list, ""),
+}
+
+
+def _lines() -> Iterator[Sample]:
+    for suffix in ("gz", "zst", "bz2", "xz"):
+        for title, (blocks, flag) in _STREAMS.items():
+            file = f"data.jsonl.{suffix}"
+            make = functools.partial(_make_file, file=file, blocks=blocks)
+            read = functools.partial(_prepare, file=file)
+            codes = REFUSED if flag else LOADS
+            yield Sample(f"{file}: {title}", f"JSON lines .{suffix}", make, read, codes, flag)
+    # Where nothing stands before what is left out, nothing is left to read.
+    left = (("gz", "a later line of 1.2 GB", "left out"), ("zst", "a first line of 1.2 GB", RATIO))
+    for suffix, title, says in left:
+        file = f"data.jsonl.{suffix}"
+        make = functools.partial(_make_file, file=file, blocks=_STREAMS[title][0])
+        read = functools.partial(_prepare, file=file, more=["--on-broken", "skip"])
+        yield Sample(f"{file}: {title}, left out", f"JSON lines .{suffix}", make, read, EITHER, says)
+    for suffix in ("gz", "zst", "bz2", "xz"):
+        file = f"data.jsonl.{suffix}"
+        make = functools.partial(_make_file, file=file, blocks=_STREAMS["1.1 GB of one line"][0])
+        read = functools.partial(_chat, file=file)
+        yield Sample(f"{file}: 1.1 GB of no conversation", "conversations", make, read, REFUSED)
+
+
+def _make_file(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
+    _write(folder / file, blocks())
+
+
+def _prepare(folder: Path, file: str, more: list[str] | None = None) -> int:
+    return mupax(folder, "data", "prepare", f"records:{file}", *(more or []))
+
+
+def _chat(folder: Path, file: str) -> int:
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    (folder / "chat.jinja").write_text(template)
+    return first_batches(folder, f"chat:{file}", chat_template="chat.jinja")
+
+
+def _plain_lines() -> Iterator[Sample]:
+    deep = b'{"text":"ok","x":' + b"[" * 200_000 + b"]" * 200_000 + b"}\n"
+    digits = b'{"text":"ok","x":' + b"1" * 5_000_000 + b"}\n"
+    contents = {
+        "nested 200,000 deep": (deep + _GOOD, REFUSED),
+        "a number of 5 million digits": (digits + _GOOD, REFUSED),
+        "a key twice": (b'{"text":"a","text":"b"}\n' * 50 + _GOOD, LOADS),
+        "NaN in another field": (b'{"text":"abc","x":NaN}\n' * 50 + _GOOD, LOADS),
+        "3 million objects in a line": (b'{"text":"ok","x":[' + b"{}," * 3_000_000 + b"{}]}\n" + _GOOD, LOADS),
+        "3 million empty strings in a line": (b'{"text":"ok","x":[' + b'"",' * 3_000_000 + b'""]}\n' + _GOOD, LOADS),
+        "9 MB of keys": (b'{"text":"ok",' + b",".join(b'"%d":0' % i for i in range(800_000)) + b"}\n" + _GOOD, LOADS),
+        "700,000 records of a letter": (b'{"text":"a"}\n' * 700_000, LOADS),
+        "9 MB of letters and one emoji": (b'{"text":"' + b"a" * 9_000_000 + "🙂".encode() + b'"}\n' + _GOOD, LOADS),
+        "9 MB of escapes": (b'{"text":"' + b"\\u0410" * 1_500_000 + b'"}\n' + _GOOD, LOADS),
+    }
+    for title, (content, codes) in contents.items():
+        make = functools.partial(_make_bytes, file="data.jsonl", content=content)
+        read = functools.partial(_prepare, file="data.jsonl")
+        yield Sample(f"data.jsonl: {title}", "JSON lines", make, read, codes)
+
+
+def _make_bytes(folder: Path, file: str, content: bytes) -> None:
+    (folder / file).write_bytes(content)
+
+
+def _parquet() -> Iterator[Sample]:
+    tables: dict[str, tuple[Callable[[Path], object], tuple[int, ...], str]] = {
+        "two million rows of a text of 1 MB": (_one_text, REFUSED, RATIO),
+        "two million rows of a text of 20 MB": (functools.partial(_one_text, size=20_000_000), REFUSED, RATIO),
+        "a row of 1 GB": (functools.partial(_one_row, size=1000), REFUSED, "--data.limits"),
+        "a row of 100 MB": (functools.partial(_one_row, size=100), REFUSED, "--data.limits"),
+        "40 million empty rows": (functools.partial(_empty_rows, value=""), REFUSED, RATIO),
+        "40 million rows of null": (functools.partial(_empty_rows, value=None), REFUSED, "null"),
+        "texts that share a prefix of 1 MB": (_shared_prefix, REFUSED, RATIO),
+        "a page that hides its size in the footer": (_hidden_size, REFUSED, ""),
+        "20,000 row groups": (_many_groups, LOADS, ""),
+        "20,000 columns": (_many_columns, REFUSED, "--data.field"),
+        "its footer is cut off": (_cut_off, REFUSED, ""),
+        "zeros in the middle": (_zeroed, REFUSED, ""),
+        "a prompt repeated 2,000 times": (_repeated_prompts, LOADS, ""),
+    }
+    for title, (make, codes, flag) in tables.items():
+        read = functools.partial(_prepare, file="data.parquet")
+        yield Sample(f"data.parquet: {title}", "Parquet", make, read, codes, flag)
+    yield Sample(
+        "chat.parquet: two million messages of 1 MB",
+        "conversations",
+        _one_message,
+        functools.partial(_chat, file="chat.parquet"),
+        REFUSED,
+        RATIO,
+    )
+    yield Sample(
+        "data.parquet: two million rows of a text of 1 MB, left out",
+        "Parquet",
+        _one_text,
+        functools.partial(_prepare, file="data.parquet", more=["--on-broken", "skip"]),
+        REFUSED,
+        "left out",
+    )
+
+
+def _one_text(folder: Path, size: int = 1_000_000) -> None:
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    column = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2_000_000, np.int32)), pa.array(["x" * size]))
+    parquet.write_table(pa.table({"text": column}), folder / "data.parquet", use_dictionary=True, compression="zstd")
+
+
+def _one_message(folder: Path) -> None:
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    count = 2_000_000
+    content = pa.DictionaryArray.from_arrays(pa.array(np.zeros(count, np.int32)), pa.array(["x" * 1_000_000]))
+    roles = np.tile(np.array([0, 1], np.int32), count // 2)
+    role = pa.DictionaryArray.from_arrays(pa.array(roles), pa.array(["user", "assistant"]))
+    message = pa.StructArray.from_arrays([role, content], ["role", "content"])
+    messages = pa.ListArray.from_arrays(pa.array(np.arange(0, count + 1, 2, dtype=np.int32)), message)
+    parquet.write_table(pa.table({"messages": messages}), folder / "chat.parquet", compression="zstd")
+
+
+def _one_row(folder: Path, size: int) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table({"text": [f"{word} {i}" for i, word in enumerate(_WORDS)] + ["x" * (size * 1_000_000)]})
+    parquet.write_table(table, folder / "data.parquet", use_dictionary=False, compression="zstd")
+
+
+def _empty_rows(folder: Path, value: str | None) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    schema = pa.schema([("text", pa.string())])
+    with parquet.ParquetWriter(folder / "data.parquet", schema, compression="zstd") as writer:
+        table = pa.table({"text": pa.array([value] * 1_000_000, pa.string())})
+        for _ in range(40):
+            writer.write_table(table, row_group_size=1_000_000)
+
+
+def _shared_prefix(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    texts = ["x" * 1_000_000 + str(i) for i in range(300)]
+    schema = pa.schema([("text", pa.string())])
+    encoding = {"text": "DELTA_BYTE_ARRAY"}
+    file = folder / "data.parquet"
+    with parquet.ParquetWriter(
+        file, schema, use_dictionary=False, column_encoding=encoding, compression="zstd"
+    ) as writer:
+        for _ in range(4):
+            writer.write_table(pa.table({"text": texts}))
+
+
+def _hidden_size(folder: Path) -> None:
+    """Write a column of 600 MB, whose size in the footer is then made small."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    file = folder / "data.parquet"
+    _one_row(folder, 600)
+    size = parquet.read_metadata(file).row_group(0).column(0).total_uncompressed_size
+    content = file.read_bytes()
+    del pa
+    written = _varint(size)
+    start = content.rfind(written)
+    small = _varint(100)
+    padded = bytes([small[0] | 128, small[1] | 128] + [128] * (len(written) - 3) + [0])
+    file.write_bytes(content[:start] + padded + content[start + len(written) :])
+
+
+def _varint(number: int) -> bytes:
+    """Return a whole number as Thrift's compact protocol writes it."""
+    number *= 2
+    out = []
+    while number >= 128:
+        out.append(number % 128 | 128)
+        number //= 128
+    return bytes([*out, number] if out else [number | 128, 0])
+
+
+def _many_groups(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table({"text": [f"{_WORDS[i % 10]} {i}" for i in range(20_000)]})
+    parquet.write_table(table, folder / "data.parquet", row_group_size=1)
+
+
+def _many_columns(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table({f"column {i}": ["a"] for i in range(20_000)}), folder / "data.parquet")
+
+
+def _ordinary(folder: Path, rows: int = 5000, row_group_size: int = 1000) -> Path:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    file = folder / "data.parquet"
+    texts = [" ".join(_WORDS[(i * k) % 10] + str(i * k) for k in range(1, 30)) for i in range(rows)]
+    parquet.write_table(pa.table({"text": texts}), file, row_group_size=row_group_size, compression="zstd")
+    return file
+
+
+def _cut_off(folder: Path) -> None:
+    file = _ordinary(folder)
+    file.write_bytes(file.read_bytes()[:-20])
+
+
+def _zeroed(folder: Path) -> None:
+    file = _ordinary(folder)
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 2000] = bytes(2000)
+    file.write_bytes(content)
+
+
+def _repeated_prompts(folder: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    prompts = [f"{i} " + " ".join(_WORDS) * 2 for i in range(100)]
+    parquet.write_table(pa.table({"text": prompts * 2000}), folder / "data.parquet", compression="zstd")
+
+
+def _hub() -> Iterator[Sample]:
+    for suffix in ("gz", "zst", "xz"):
+        make = functools.partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_later)
+        yield Sample(f"hf:FOLDER, .{suffix}: a line of 1.2 GB", "datasets", make, _stream, REFUSED)
+        make = functools.partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_first)
+        yield Sample(f"hf:FOLDER, .{suffix}: a first line of 1.2 GB", "datasets", make, _stream, REFUSED)
+    yield Sample("hf:FOLDER: Parquet of one text", "datasets", _hub_parquet, _stream, REFUSED, RATIO)
+    yield Sample("hf:FOLDER: ordinary Parquet", "datasets", _hub_ordinary, _stream, LOADS)
+
+
+def _make_in_folder(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
+    (folder / "set").mkdir()
+    _write(folder / "set" / file, blocks())
+
+
+def _hub_parquet(folder: Path) -> None:
+    (folder / "set").mkdir()
+    _one_text(folder / "set")
+
+
+def _hub_ordinary(folder: Path) -> None:
+    (folder / "set").mkdir()
+    _ordinary(folder / "set")
+
+
+def _stream(folder: Path) -> int:
+    return first_batches(folder, "hf:set")
+
+
+def _arrays() -> Iterator[Sample]:
+    read_ids = functools.partial(_prepare, file="ids.npy", more=["--tokenizer", "ids:300"])
+    for title, make in {
+        "objects, which are pickled": _npy_objects,
+        "a header of 4 GB": functools.partial(_npy_header, header=b"x" * 100, length=2**32 - 1),
+        "a header nested 4,000 deep": functools.partial(_npy_header, header=b"(" * 4000 + b")" * 4000),
+        "a shape of 10^18": functools.partial(_npy_header, header=_npy_fields("<u2", (10**18,))),
+        "a type of 1 GB": functools.partial(_npy_header, header=_npy_fields("|V1000000000", (1,))),
+    }.items():
+        yield Sample(f"ids.npy: {title}", "NumPy", make, read_ids, REFUSED)
+    read_parts = functools.partial(mupax_data, words=["prepare", "cifar5m", "--data-dir", "."])
+    for title, make in {
+        "10^11 images": functools.partial(_npz, shape=(10**11, 32, 32, 3)),
+        "an array of other things": functools.partial(_npz, shape=(10**11,)),
+        "5 GB of zeros": _npz_zeros,
+        "objects, which are pickled": _npz_objects,
+    }.items():
+        yield Sample(f"part0.npz: {title}", "NumPy", make, read_parts, REFUSED)
+    for title, sizes in {
+        "a million images that are not there": (1_000_000, 28, 28),
+        "10^9 images of a pixel": (1_000_000_000, 1, 1),
+        "an image of 10^9 pixels": (1, 31623, 31623),
+    }.items():
+        make = functools.partial(_idx, sizes=sizes)
+        yield Sample(f"IDX .gz: {title}", "IDX", make, _read_idx, REFUSED)
+    yield Sample(
+        "IDX: 9 million images of a pixel",
+        "IDX",
+        functools.partial(_idx, sizes=(9_000_000, 1, 1), plain=True),
+        _read_pixel,
+        LOADS,
+    )
+
+
+def mupax_data(folder: Path, words: list[str]) -> int:
+    """Run a command of `mupax data`."""
+    return mupax(folder, "data", *words)
+
+
+def _npy_objects(folder: Path) -> None:
+    import numpy as np
+
+    np.save(folder / "ids.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
+
+
+def _npy_fields(kind: str, shape: tuple[int, ...]) -> bytes:
+    return repr({"descr": kind, "fortran_order": False, "shape": shape}).encode()
+
+
+def _npy_header(folder: Path, header: bytes, length: int | None = None) -> None:
+    size = struct.pack("<I", len(header) if length is None else length)
+    (folder / "ids.npy").write_bytes(b"\x93NUMPY\x02\x00" + size + header + bytes(1000))
+
+
+def _npz(folder: Path, shape: tuple[int, ...]) -> None:
+    import zipfile
+
+    header = _npy_fields("|u1", shape)
+    array = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(10)
+    _write_parts(folder, lambda archive: archive.writestr("X.npy", array), zipfile)
+
+
+def _npz_zeros(folder: Path) -> None:
+    import zipfile
+
+    def write(archive: Any) -> None:
+        header = _npy_fields("|u1", (1_600_000, 32, 32, 3))
+        with archive.open("X.npy", "w", force_zip64=True) as file:
+            file.write(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header)
+            for _ in range(1_600_000 * 3072 // (64 * MIB)):
+                file.write(bytes(64 * MIB))
+
+    _write_parts(folder, write, zipfile)
+
+
+def _npz_objects(folder: Path) -> None:
+    import numpy as np
+
+    for number in range(6):
+        np.savez(folder / f"part{number}.npz", X=np.array([{"a": 1}], dtype=object), Y=np.arange(1))
+
+
+def _write_parts(folder: Path, write: Callable[[Any], object], zipfile: Any) -> None:
+    import io
+    import shutil
+
+    import numpy as np
+
+    labels = io.BytesIO()
+    np.save(labels, np.zeros(10, np.int64))
+    with zipfile.ZipFile(folder / "part0.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        write(archive)
+        archive.writestr("Y.npy", labels.getvalue())
+    for number in range(1, 6):
+        shutil.copy(folder / "part0.npz", folder / f"part{number}.npz")
+
+
+def _idx(folder: Path, sizes: tuple[int, int, int], *, plain: bool = False) -> None:
+    total = sizes[0] * sizes[1] * sizes[2]
+    labels = b"\0\0\x08\x01" + struct.pack(">I", sizes[0])
+    content = b"\0\0\x08\x03" + struct.pack(">III", *sizes)
+    for name in ("train", "t10k"):
+        if plain:
+            (folder / f"{name}-images-idx3-ubyte").write_bytes(content + bytes(total))
+            (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels + bytes([0, 1] * (sizes[0] // 2)))
+            continue
+        with gzip.open(folder / f"{name}-images-idx3-ubyte.gz", "wb", 1) as file:
+            file.write(content)
+            for _ in range(min(total // (4 * MIB), 300) if total > 10**9 - 1 else 0):
+                file.write(bytes(4 * MIB))
+        with gzip.open(folder / f"{name}-labels-idx1-ubyte.gz", "wb", 1) as file:
+            file.write(labels + bytes([0, 1]))
+
+
+def _read_idx(folder: Path) -> int:
+    return first_batches(folder, f"idx:{folder}", images=True, model={"channels": 1, "image_size": 28, "patch_size": 7})
+
+
+def _read_pixel(folder: Path) -> int:
+    return first_batches(folder, f"idx:{folder}", images=True, model={"channels": 1, "image_size": 1, "patch_size": 1})
+
+
+def _honest() -> Iterator[Sample]:
+    """Yield large files that must load."""
+    for suffix in ("gz", "zst", "bz2", "xz"):
+        file = f"data.jsonl.{suffix}"
+        make = functools.partial(_make_file, file=file, blocks=_thirty_to_one)
+        yield Sample(
+            f"{file}: 100 MB that compress 30:1", "honest", make, functools.partial(_prepare, file=file), LOADS
+        )
+    for vocabulary in ("bytes", "subwords"):
+        read = functools.partial(_book, vocabulary=vocabulary)
+        yield Sample(f"data.jsonl: two books of 9 MB, {vocabulary}", "honest", _make_books, read, LOADS)
+    read = functools.partial(_prepare, file="data.parquet")
+    large = functools.partial(_ordinary, rows=200_000, row_group_size=5000)
+    yield Sample("data.parquet: 40 row groups", "honest", large, read, LOADS)
+
+
+def _thirty_to_one() -> Iterator[bytes]:
+    import random
+
+    choose = random.Random(0)
+    for _ in range(200):
+        line = " ".join(choose.choices(_WORDS, k=400))
+        yield b"".join(json.dumps({"text": f"{i} {line}"}).encode() + b"\n" for i in range(200))
+
+
+def _make_books(folder: Path) -> None:
+    import random
+
+    choose = random.Random(0)
+    words = ["".join(choose.choices("abcdefghijklmnopqrstuvwxyz", k=choose.randint(2, 9))) for _ in range(5000)]
+    with (folder / "data.jsonl").open("w") as file:
+        file.write(json.dumps({"text": " ".join(choose.choices(words, k=1_400_000))}) + "\n")
+        for _ in range(30):
+            file.write(json.dumps({"text": " ".join(choose.choices(words, k=100))}) + "\n")
+
+
+def _book(folder: Path, vocabulary: str) -> int:
+    name = "bytes"
+    if vocabulary == "subwords":
+        from scripts.campaigns.edges.bombs.tokenizers import small_tokenizer
+
+        (folder / "tokenizer.json").write_text(json.dumps(small_tokenizer()))
+        name = "tokenizer.json"
+    return _prepare(folder, "data.jsonl", ["--tokenizer", name])

@@ -1,0 +1,232 @@
+"""Files of tokenizers that unpack to much, and one of 30 MB that must load."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, mupax
+
+_CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def samples() -> Iterator[Sample]:
+    """Yield every sample of this kind."""
+    replace = {"type": "Replace", "pattern": {"String": "e"}}
+    files: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+        "1,000 Unigram pieces of 9,000 letters": (_long_pieces, REFUSED),
+        "the same, its type hidden in escapes": (_hidden_pieces, REFUSED),
+        "250,000 Unigram pieces": (functools.partial(_pieces, 250_000, 8), LOADS),
+        "400,000 BPE tokens": (_many_tokens, LOADS),
+        "an id of 4 billion": (functools.partial(_bpe, vocab={"zz": 4_294_967_295}), REFUSED),
+        "60,000 added tokens": (functools.partial(_added, 60_000, 8), LOADS),
+        "1,000 added tokens of 9,000 letters": (functools.partial(_added, 1000, 9000), REFUSED),
+        "a special token of 5 million letters": (functools.partial(_added, 1, 5_000_000), REFUSED),
+        "a prefix of 5 million letters": (functools.partial(_bpe, continuing_subword_prefix="x" * 5_000_000), REFUSED),
+        "an ending of 5 million letters": (functools.partial(_bpe, end_of_word_suffix="x" * 5_000_000), REFUSED),
+        "a normalizer that prepends 5 million letters": (
+            _normalizer({"type": "Prepend", "prepend": "a" * 5_000_000}),
+            REFUSED,
+        ),
+        "a normalizer that writes 3 million for a letter": (
+            _normalizer({**replace, "content": "a" * 3_000_000}),
+            REFUSED,
+        ),
+        "nine normalizers that write ten for a letter": (
+            _normalizer({"type": "Sequence", "normalizers": [{**replace, "content": "e" * 10}] * 9}),
+            REFUSED,
+        ),
+        "a decoder that writes 3 million for a letter": (
+            _part("decoder", {**replace, "content": "a" * 3_000_000}),
+            REFUSED,
+        ),
+        "a template of 150,000 pieces": (_template, REFUSED),
+        "a regular expression of 300,000 branches": (_branches, REFUSED),
+        "a regular expression that goes back and forth": (
+            _part("pre_tokenizer", _split("((a+)+)+$")),
+            EITHER,
+        ),
+        "a regular expression that counts to 10^9": (
+            _part("pre_tokenizer", _split("((a{1,1000}){1,1000}){1,1000}")),
+            EITHER,
+        ),
+        "a WordPiece with words of 10^9 letters": (_word_piece, REFUSED),
+        "nested a million deep": (lambda: b'{"version":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}", REFUSED),
+        "normalizers nested 100 deep": (_nested, EITHER),
+        "no JSON": (lambda: b"\x80\x04\x95" + bytes(1000), REFUSED),
+        "no vocabulary": (functools.partial(_described, {"type": "BPE", "vocab": {}, "merges": []}), REFUSED),
+        "merges of nothing": (functools.partial(_bpe, merges=[["q", "nothing"]]), REFUSED),
+        "a million merges of one pair": (
+            functools.partial(_bpe, vocab={"ab": 30}, merges=[["a", "b"]] * 700_000),
+            EITHER,
+        ),
+        "padding to 10^9 tokens": (_padded, LOADS),
+        "a table of characters of 5 MB": (
+            _normalizer({"type": "Precompiled", "precompiled_charsmap": "AAAA" * 1_250_000}),
+            REFUSED,
+        ),
+    }
+    for title, (content, codes) in files.items():
+        make = functools.partial(_make, content=content)
+        yield Sample(f"tokenizer.json: {title}", "tokenizer.json", make, _read, codes)
+    for title in ("1,000 Unigram pieces of 9,000 letters", "a normalizer that writes 3 million for a letter"):
+        make = functools.partial(_make, content=files[title][0])
+        yield Sample(f"tokenizer.json: {title}, trained on records", "tokenizer.json", make, _read_stream, REFUSED)
+    yield Sample(
+        "tokenizer.json: 30 MB, 260,000 tokens", "honest", functools.partial(_make, content=_large), _read, LOADS
+    )
+
+
+def _make(folder: Path, content: Callable[[], Any]) -> None:
+    value = content()
+    text = value if isinstance(value, bytes) else json.dumps(value, ensure_ascii=False).encode()
+    (folder / "tokenizer.json").write_bytes(text)
+    (folder / "text.txt").write_text("the hello of a world\n" * 2000 + "a" * 3000 + "\n")
+
+
+def _read(folder: Path) -> int:
+    return mupax(folder, "data", "prepare", "text:text.txt", "--tokenizer", "tokenizer.json", "--separator", "a")
+
+
+def _read_stream(folder: Path) -> int:
+    with (folder / "data.jsonl").open("w") as file:
+        for number in range(100):
+            file.write(json.dumps({"text": f"here is text {number}"}) + "\n")
+    return mupax(folder, "data", "prepare", "records:data.jsonl", "--tokenizer", "tokenizer.json", "--separator", "a")
+
+
+def _letters(count: int) -> str:
+    return "".join(random.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=count))
+
+
+def _described(model: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    """Return a tokenizer.json of a model, with parts such as `normalizer`."""
+    empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
+    return {"version": "1.0", "added_tokens": [], **empty, "model": model, **parts}
+
+
+def _model(**fields: Any) -> dict[str, Any]:
+    vocab = {character: i for i, character in enumerate(_CHARACTERS)} | fields.pop("vocab", {})
+    none = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    flags = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    return {"type": "BPE", **none, **flags, "merges": [], **fields, "vocab": vocab}
+
+
+def _bpe(**fields: Any) -> dict[str, Any]:
+    return _described(_model(**fields))
+
+
+def small_tokenizer() -> dict[str, Any]:
+    """Return a tokenizer.json of letters, with a separator."""
+    return _part("added_tokens", [_added_token(40, "<|endoftext|>")])()
+
+
+def _normalizer(step: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    return _part("normalizer", step)
+
+
+def _part(name: str, value: Any) -> Callable[[], dict[str, Any]]:
+    return functools.partial(_described, _model(), **{name: value})
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _pieces(count: int, length: int) -> dict[str, Any]:
+    pieces = [[character, -1.0] for character in _CHARACTERS]
+    pieces += [[_letters(length), -2.0] for _ in range(count)]
+    return _described({"type": "Unigram", "unk_id": 0, "vocab": pieces})
+
+
+def _long_pieces() -> dict[str, Any]:
+    return _pieces(1000, 9000)
+
+
+def _hidden_pieces() -> bytes:
+    text = json.dumps(_long_pieces())
+    return text.replace('"vocab"', '"\\u0076ocab"').replace('"Unigram"', '"\\u0055nigram"').encode()
+
+
+def _many_tokens() -> dict[str, Any]:
+    return _bpe(vocab={_letters(10): i + 30 for i in range(400_000)})
+
+
+def _added_token(number: int, content: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": content, **flags, "special": True}
+
+
+def _added(count: int, length: int) -> dict[str, Any]:
+    tokens = [_added_token(30 + i, _letters(length)) for i in range(count)]
+    return _part("added_tokens", tokens)()
+
+
+def _template() -> dict[str, Any]:
+    single = [{"SpecialToken": {"id": "a", "type_id": 0}}] * 150_000 + [{"Sequence": {"id": "A", "type_id": 0}}]
+    pair = [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}]
+    tokens = {"a": {"id": "a", "ids": [*range(20)], "tokens": ["a"] * 20}}
+    return _part(
+        "post_processor", {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+    )()
+
+
+def _branches() -> dict[str, Any]:
+    return _part("pre_tokenizer", _split("|".join(_letters(10) for _ in range(300_000))))()
+
+
+def _word_piece() -> dict[str, Any]:
+    vocab = {character: i for i, character in enumerate(_CHARACTERS)}
+    fields = {"unk_token": "a", "continuing_subword_prefix": "##", "max_input_chars_per_word": 10**9}
+    return _described({"type": "WordPiece", "vocab": vocab, **fields})
+
+
+def _nested() -> bytes:
+    inner = '{"type":"Lowercase"}'
+    for _ in range(100):
+        inner = f'{{"type":"Sequence","normalizers":[{inner}]}}'
+    text = json.dumps(_described(_model()))
+    return text.replace('"normalizer": null', f'"normalizer": {inner}').encode()
+
+
+def _padded() -> dict[str, Any]:
+    fixed = {
+        "strategy": {"Fixed": 10**9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+    }
+    return _part("padding", {**fixed, "pad_token": "a"})()
+
+
+def _large() -> bytes:
+    """Return a tokenizer.json of 30 MB, as Gemma's: a vocabulary of 262,000 and their merges, each piece on a line."""
+    choose = random.Random(2)
+    syllables = ["".join(pair) for pair in itertools.product("bcdfgklmnprstvz", "aeiou")]
+    letters = sorted(set("".join(syllables)) | set(_CHARACTERS))
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    merges = []
+    for syllable in syllables:
+        vocab[syllable] = len(vocab)
+        merges.append([*syllable])
+    level = syllables
+    while len(vocab) < 262_000:
+        longer = []
+        for _ in range(40_000):
+            first = choose.choice(level[:3000])
+            second = choose.choice(syllables)
+            if first + second not in vocab:
+                vocab[first + second] = len(vocab)
+                merges.append([first, second])
+                longer.append(first + second)
+        level = longer
+    for token in [*vocab]:
+        if len(token) >= 6 and token[:2] in vocab and token[2:] in vocab and len(merges) < 500_000:
+            merges.append([token[:2], token[2:]])
+    return json.dumps(_bpe(vocab=vocab, merges=merges), indent=2).encode()

@@ -1,0 +1,137 @@
+"""Files of strangers: small ones that unpack to much, damaged and misleading ones, and large honest ones that must load.
+
+Each is read by the command that a user would give, in a process forked from one that has everything imported. The process may not
+take more than 1 GB above what it has when it begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.campaigns.edges.bombs import conversations, images, records, tokenizers, weights
+from scripts.campaigns.edges.bombs.sample import Sample
+from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
+
+PEAK_MB = 1000
+"""Above the idle process, for a file of less than 10 MB."""
+_ADDRESS_SPACE = 4 * 2**30
+"""More than a reader may ask for; what does ends with a MemoryError, and not the machine."""
+_SMALL_BYTES = 10 * 2**20
+
+
+def trials(shared: Path, seed: int) -> list[Trial]:
+    """Return one trial per sample. The folder and the seed are not needed: every sample is made anew, and the same."""
+    del shared, seed
+    modules = (records, images, tokenizers, conversations, weights)
+    samples = [sample for module in modules for sample in module.samples()]
+    return [Trial(sample.name, sample.group, _tried(sample)) for sample in samples]
+
+
+def _tried(sample: Sample) -> Callable[[Path], Outcome]:
+    def run(folder: Path) -> Outcome:
+        prepare()
+        sample.make(folder)
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+        read = in_process(lambda: sample.read(folder), folder / "output.txt")
+        return verdict(sample, read, size)
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """How a process that read a file ended.
+
+    Attributes:
+        ended: its exit code and output.
+        peak_mb: resident memory at most, above that at its beginning; None where it was killed.
+    """
+
+    ended: Ended
+    peak_mb: int | None
+
+
+def verdict(sample: Sample, read: Read, size: int) -> Outcome:
+    """Return whether a sample was read or refused as it should be, within the bound on memory."""
+    outcome = judge(read.ended, sample.codes)
+    detail = f"{size / 1e6:.2f} MB, peak {read.peak_mb} MB; {outcome.detail}"
+    if outcome.verdict != "ok":
+        return Outcome(outcome.verdict, detail)
+    if sample.says not in read.ended.output:
+        return Outcome("wrong", f"does not say {sample.says}; {detail}")
+    if read.peak_mb is None or (read.peak_mb > PEAK_MB and size < _SMALL_BYTES):
+        return Outcome("wrong", f"too much memory: {detail}")
+    return Outcome("ok", detail)
+
+
+def prepare() -> None:
+    """Import what readers import, so that a forked process has only the file to read."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TOKENIZERS_PARALLELISM": "true", "HF_HUB_OFFLINE": "1"}
+    import datasets  # noqa: F401  # pyright: ignore[reportMissingImports]
+    import jinja2.sandbox  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
+    import tokenizers  # noqa: F401
+
+    import mupax.train.data.sources.cifar5m
+    import mupax.train.data.sources.streams
+    import mupax.train.data.streams.hub
+    import mupax.train.reuse.huggingface.command
+    import mupax.train.reuse.source  # noqa: F401
+
+
+def in_process(read: Callable[[], int], log: Path) -> Read:
+    """Call a reader in a forked process, and return its end and its peak of memory.
+
+    Args:
+        read: returns an exit code.
+        log: file for the output, and beside it for the peak.
+    """
+    peak = log.with_suffix(".peak")
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _read_and_exit(read, log, peak)
+    _, status = os.waitpid(pid, 0)
+    seconds = time.monotonic() - began
+    code: int | None = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGALRM:
+        code = None
+    output = log.read_text(errors="replace") if log.exists() else ""
+    return Read(Ended(code, output, seconds), int(peak.read_text()) if peak.exists() else None)
+
+
+def _read_and_exit(read: Callable[[], int], log: Path, peak: Path) -> None:
+    """Do as `in_process` says, in the forked process, and end it."""
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    signal.alarm(int(2 * BOUND_S))  # a machine that others use too is slow
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    idle = _status_mb("VmRSS")
+    limit = _status_mb("VmSize") * 2**20 + _ADDRESS_SPACE
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    code = 1
+    try:
+        code = read()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    peak.write_text(str(_status_mb("VmHWM") - idle))
+    os._exit(code)
+
+
+def _status_mb(field: str) -> int:
+    match = re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())
+    return int(match[1]) // 1024 if match else 0
