@@ -320,6 +320,11 @@ def _differences() -> list[Fault]:
         "jax_default_matmul_precision": "bfloat16",
         "jax_use_direct_linearize": False,
         "jax_random_seed_offset": 1,
+        "jax_numpy_rank_promotion": "raise",
+        "jax_numpy_dtype_promotion": "strict",
+        "jax_enable_custom_prng": True,
+        "jax_disable_most_optimizations": True,
+        "jax_softmax_custom_jvp": True,
     }
     faults = [
         Fault(f"other {name}", "other options", {1: with_option(name, value)}, name, code=2)
@@ -330,7 +335,16 @@ def _differences() -> list[Fault]:
         Fault(f"other {n}, which changes no number", "other options", {1: with_option(n, v)})
         for n, v in harmless.items()
     ]
-    flags = ("--seed", "7"), ("--data.batch-size", "32"), ("--optimizer.peak-lr", "0.01"), ("--mesh.fsdp", "2")
+    flags = (
+        ("--seed", "7"),
+        ("--data.batch-size", "32"),
+        ("--optimizer.peak-lr", "0.01"),
+        ("--mesh.fsdp", "2"),
+        ("--model.depth", "2"),
+        ("--ema.decay", "0.5"),
+        ("--faults.collective-seconds", "9"),
+        ("--resume-exact",),
+    )
     faults += [
         Fault(
             f"other {words[0]}",
