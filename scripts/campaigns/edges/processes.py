@@ -571,17 +571,14 @@ def _launched() -> None:
     os.environ.update(JAX_COORDINATOR_ADDRESS="localhost:1", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID="1")
 
 
-def points_of(folder: Path) -> dict[str, Any]:
-    """Return the points of a study by their key, without times."""
-    lines = (folder / "points.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    return {
-        row["key"]: {name: value for name, value in row.items() if name not in ("seconds", "digest", "command")}
-        for row in rows
-    }
+def points_of(folder: Path) -> list[str]:
+    """Return the points of a study in a fixed order, without times and without the names that the path of the text goes into."""
+    named = ("key", "seconds", "digest", "command")
+    rows = [json.loads(line) for line in (folder / "points.jsonl").read_text().splitlines()]
+    return sorted(json.dumps({name: value for name, value in row.items() if name not in named}) for row in rows)
 
 
-def control_of(study: str, shared: Path) -> dict[str, Any]:
+def control_of(study: str, shared: Path) -> list[str]:
     """Return the points of a study that nobody disturbs."""
     name = f"alone-{study}"
     if not (shared / name).exists():
