@@ -92,7 +92,7 @@ def raising(module: str, name: str, call: int = 1, before: bool = True) -> Calla
             strikes()
             raise RuntimeError(_BROKEN)
 
-        _at_call(module, name, call, wrapped)
+        at_call(module, name, call, wrapped)
 
     return sick
 
@@ -105,7 +105,7 @@ def aborting(module: str, name: str) -> Callable[[Callable[[], None]], None]:
             strikes()
             os.abort()
 
-        _at_call(module, name, 1, wrapped)
+        at_call(module, name, 1, wrapped)
 
     return sick
 
@@ -119,7 +119,7 @@ def other(group: str, field: str) -> Callable[[Callable[[], None]], None]:
             facts = real(*args, **options)
             return {**facts, group: {**facts[group], field: "another"}}
 
-        _at_call("mupax.train.parallel.agreement", "facts", 1, wrapped)
+        at_call("mupax.train.parallel.agreement", "facts", 1, wrapped)
 
     return sick
 
@@ -133,7 +133,7 @@ def slow(module: str, name: str, call: int, seconds: float) -> Callable[[Callabl
             time.sleep(seconds)
             return real(*args, **options)
 
-        _at_call(module, name, call, wrapped)
+        at_call(module, name, call, wrapped)
 
     return sick
 
@@ -155,14 +155,14 @@ def full(saves: int | None) -> Callable[[Callable[[], None]], None]:
             return real(*args, **options)
 
         save = "mupax.train.checkpoints.manifest", "host_shards"
-        _at_call(*save, 2, fills)
+        at_call(*save, 2, fills)
         if saves is not None:
-            _at_call(*save, 2 + saves, empties)
+            at_call(*save, 2 + saves, empties)
 
     return sick
 
 
-def _at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> None:
+def at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> None:
     """Have a function, `name` of a module or of a class in it, replaced at its `call`-th call."""
     owner, calls = importlib.import_module(module), [0]
     *outer, name = name.split(".")

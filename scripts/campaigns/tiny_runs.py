@@ -67,19 +67,23 @@ class Session:
         workdir: name of this one.
         steps: of the run.
         sick: called in the process of that number before it starts.
+        log: name of the files that the processes print into; that of the workdir unless given.
     """
 
     def __init__(
-        self, case: Case, folder: Path, workdir: str, steps: int, sick: Mapping[int, Callable[[], object]] | None = None
+        self,
+        case: Case,
+        folder: Path,
+        workdir: str,
+        steps: int,
+        sick: Mapping[int, Callable[[], object]] | None = None,
+        log: str = "",
     ) -> None:
-        self.log = folder / f"{workdir.rpartition('/')[2]}.out"
+        self.log = folder / f"{log or workdir.rpartition('/')[2]}.out"
         self._ended: dict[int, int] = {}
         argv, joined = case.argv(folder, workdir, steps), [""]
         if case.processes > 1:
-            with socket.socket() as free:
-                free.bind(("localhost", 0))
-                port = free.getsockname()[1]
-            by_hand = f"--distributed.coordinator localhost:{port} --distributed.processes {case.processes}"
+            by_hand = f"--distributed.coordinator localhost:{free_port()} --distributed.processes {case.processes}"
             joined = [f"{by_hand} --distributed.process {index}" for index in range(case.processes)]
         self.pids = [
             self._fork([*argv, *words.split()], self.log.with_suffix(f".{index}"), (sick or {}).get(index, int))
@@ -137,6 +141,13 @@ class Session:
                 self.send(signal.SIGKILL, range(len(self.pids)))
             time.sleep(0.01)
         return [code for code in codes if code is not None]
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
 
 
 def latest(workdir: Path | str) -> int | None:

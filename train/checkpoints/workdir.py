@@ -228,10 +228,35 @@ def with_tokenizer_of_source(now: dict[str, Any], before: Mapping[str, Any]) -> 
     return {**now, "data": {**now["data"], **tokenizer}}
 
 
+def surroundings(flags: Mapping[str, Any], environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what config.json says of the machine, the packages and the compiler.
+
+    Args:
+        flags: of the compiler.
+        environment: facts of the process that trains (`parallel.environment`); `None` for a command that trains nothing.
+    """
+    content: dict[str, Any] = {
+        "xla": {"options": dict(flags), **{name: os.environ.get(name, "") for name in VARIABLES}},
+        "versions": {
+            "python": platform.python_version(),
+            "mupax": __version__,
+            **dict(zip(_PACKAGES, map(version, _PACKAGES), strict=True)),
+        },
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+    return content if environment is None else {**content, "environment": dict(environment)}
+
+
 def record(
-    path: Path, config: Config, data_facts: dict[str, Any], preset: str, flags: dict[str, Any], step: int = 0
+    path: Path,
+    config: Config,
+    data_facts: dict[str, Any],
+    preset: str,
+    flags: dict[str, Any],
+    step: int = 0,
+    environment: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write config.json: the resolved config, the data's facts, versions, compiler flags, the git commit, the run's name.
+    """Write config.json: the resolved config, the data's facts, versions, the environment, the git commit, the run's name.
 
     What it said before stays in it under `segments`, oldest first, each with the step at which the next part began. Gives
     what it holds; the name, `run`, is random, and stays as it was.
@@ -243,18 +268,13 @@ def record(
         preset: described in words.
         flags: of the compiler.
         step: at which this part begins.
+        environment: as `surroundings` takes it.
     """
     content = {
         "config": to_json(config),
         "data": data_facts,
         "preset": preset,
-        "xla": {"options": flags, **{name: os.environ.get(name, "") for name in VARIABLES}},
-        "versions": {
-            "python": platform.python_version(),
-            "mupax": __version__,
-            **dict(zip(_PACKAGES, map(version, _PACKAGES), strict=True)),
-        },
-        "platform": f"{platform.system()} {platform.machine()}",
+        **surroundings(flags, environment),
         "git": _git_commit(),
     }
     modules = plugins.record(config)
@@ -317,7 +337,7 @@ def _recorded(path: Path) -> tuple[dict[str, Any], str]:
 
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:
     """A record without the flags that only say how this part of the run was started."""
-    started = ("resume", "resume_change", "resume_from", "workdir")
+    started = ("resume", "resume_change", "resume_from", "resume_exact", "workdir")
     return {**record, "config": {name: value for name, value in record["config"].items() if name not in started}}
 
 

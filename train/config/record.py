@@ -205,7 +205,7 @@ def _type_name(hint: Any) -> str:
     return str(hint) if get_origin(hint) else hint.__name__
 
 
-ELSEWHERE = ("recipe", "workdir", "resume", "resume_from", "init", "distributed")
+ELSEWHERE = ("recipe", "workdir", "resume", "resume_from", "resume_exact", "init", "distributed")
 """Fields that say where and how to start, not what."""
 
 

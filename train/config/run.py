@@ -74,6 +74,8 @@ class Config:
     """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
     resume_from: Annotated[int | Literal["best"] | None, conf.arg(metavar="STEP|best")] = None
     """With resume, the checkpoint to go on from; what came after it is set aside in workdir/branches. The newest unless given."""
+    resume_exact: bool = False
+    """With resume, refuse to go on where the environment has changed so that bits can differ: options, versions, devices, mesh."""
     xla_flags: Literal["auto", "none", "scatter"] = "auto"
     """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
     scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
@@ -87,6 +89,8 @@ class Config:
             raise ConfigError(f"--resume-change {' '.join(self.resume_change)} is for a run that goes on; add --resume")
         if self.resume_from is not None and not self.resume:
             raise ConfigError(f"--resume-from {self.resume_from} is for a run that goes on; add --resume")
+        if self.resume_exact and not self.resume:
+            raise ConfigError("--resume-exact is for a run that goes on; add --resume")
         if self.resume_from != "best":
             at_least("", self, 1, "resume_from")
         at_least("", self, 1, "steps", "accumulation_steps")

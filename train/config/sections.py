@@ -191,13 +191,15 @@ class FaultsConfig:
     """Leave the steps of loss spikes out."""
     watchdog_seconds: float | None = 600.0
     """Print what every thread is at when nothing was finished for so long; compiling does not count. None never does."""
+    collective_seconds: float | None = 45.0
+    """With several processes, end all of them when a step waits so much longer than the longest one before. None never does."""
     memory_check: bool = True
     """Refuse a run that needs more memory than the devices have left, before its first step."""
 
     def __post_init__(self) -> None:
         if self.bad_numbers not in get_args(BadNumbers):
             raise ConfigError(f"faults.bad_numbers is {self.bad_numbers!r}; write {', '.join(get_args(BadNumbers))}")
-        at_least("faults.", self, 1, "most_in_a_row", "spike_deviations", "watchdog_seconds")
+        at_least("faults.", self, 1, "most_in_a_row", "spike_deviations", "watchdog_seconds", "collective_seconds")
         if self.skip_spikes and self.spike_deviations is None:
             raise ConfigError("faults.skip_spikes needs faults.spike_deviations; write a number such as 6")
 

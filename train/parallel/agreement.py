@@ -1,15 +1,11 @@
-"""What all processes of a run must have alike, compared before anything is compiled: flags, code, versions, devices."""
+"""What all processes of a run must have alike, compared before anything is compiled: flags, code, versions, options, devices."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import platform
-import re
 import socket
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,11 +14,10 @@ import mupax
 from mupax.errors import MupaxError
 from mupax.train.config.record import differences, text_of, to_json
 from mupax.train.config.run import Config
-from mupax.train.parallel.hardware import VARIABLES
+from mupax.train.parallel import environment
 from mupax.train.parallel.processes import Processes
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "grain", "libtpu")
-_CODE = ("presets", "zoo", "train")
 _PATIENCE_S = 120.0
 """How long a process that has joined may take to say what it is. One of another version may never do."""
 
@@ -51,13 +46,18 @@ def check(config: Config, processes: Processes, mine: dict[str, Any] | None = No
 def facts(config: Config) -> dict[str, Any]:
     """What must be alike, of this process."""
     local = jax.local_devices()
+    devices: dict[str, Any] = {"kind": local[0].device_kind, "number": len(local)}
+    if local[0].platform == "cpu" and "--xla_cpu_max_isa" not in environment.variables()["XLA_FLAGS"]:
+        # Programs are compiled for the processor at hand, and round otherwise with other instructions.
+        devices["instructions"] = environment.processor()["instructions"]
     return {
         # One that was started again has --resume and no --resume-from; process 0 alone asks for them.
         "config": {**to_json(config), "distributed": None, "resume": None, "resume_from": None},
         "versions": {"python": platform.python_version(), "mupax": mupax.__version__, **_versions()},
-        "code": _sources(),
-        "environment": {name: _flags(os.environ.get(name, "")) for name in VARIABLES},
-        "devices": {"kind": local[0].device_kind, "number": len(local)},
+        "code": environment.sources(),
+        "options": environment.options(),
+        "environment": environment.variables(),
+        "devices": devices,
     }
 
 
@@ -86,11 +86,24 @@ def _other_code(here: str, there: str, path: str, zero: Any, mine: Any, count: i
     return f"{here} has {what} {there}{more}; run the same code on all hosts"
 
 
+def _other_option(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+    return (
+        f"{here} has JAX's option {path} {mine} and {there} has {zero}; set the variable {path.upper()} to one value in all "
+        "processes, or in none"
+    )
+
+
 def _other_environment(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
     return f"{here} has {path}={mine!r} and {there} has {path}={zero!r}; set the same in all processes"
 
 
 def _other_devices(here: str, there: str, path: str, zero: Any, mine: Any, count: int) -> str:
+    if path == "instructions":
+        lacks = " ".join(sorted(set(zero) ^ set(mine)))
+        return (
+            f"{here} has a processor with other vector instructions than {there} ({lacks}); start all processes on the same "
+            "hardware, or set XLA_FLAGS=--xla_cpu_max_isa=AVX2 in all of them"
+        )
     return (
         f"{here} has devices of another {path}, {mine}, than {there}, {zero}; start all processes on the same hardware"
     )
@@ -100,6 +113,7 @@ _WORDS: dict[str, Callable[..., str]] = {
     "versions": _other_version,
     "code": _other_code,
     "config": _other_flags,
+    "options": _other_option,
     "environment": _other_environment,
     "devices": _other_devices,
 }
@@ -113,15 +127,3 @@ def _versions() -> dict[str, str | None]:
             return None
 
     return {name: version(name) for name in _PACKAGES}
-
-
-def _sources() -> dict[str, str]:
-    """A digest of every file of code, by its path in the project."""
-    root = Path(mupax.__file__).parent
-    files = sorted(path for package in _CODE for path in (root / package).rglob("*.py"))
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
-
-
-def _flags(text: str) -> str:
-    """Flags in order, without those that say where a process writes its own files."""
-    return " ".join(sorted(flag for flag in text.split() if not re.match(r"--xla_dump|--xla_gpu_dump", flag)))

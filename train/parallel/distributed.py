@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
@@ -30,7 +31,7 @@ _SHUTDOWN_S = 30.0
 """How long the processes of a finished run may take to part."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Another process may prepare data for hours; its failure ends the wait."""
-_ALIVE, _FAILED = "mupax/alive", "mupax/failed"
+_ALIVE, _FAILED, _WAITS = "mupax/alive", "mupax/failed", "mupax/waits"
 
 
 class Cluster(Processes):
@@ -48,6 +49,10 @@ class Cluster(Processes):
         self._silence = heartbeat_seconds
         self._done, self._failing = threading.Event(), False
         self._answered = time.monotonic()
+        self._beyond: Callable[[], float] | None = None
+        self._most_beyond = math.inf
+        self._wait_began = math.inf
+        """When the main thread began to wait for a word of another process; inf while it does not."""
         for target in (self._watch, self._guard):
             threading.Thread(target=target, name="processes", daemon=True).start()
 
@@ -76,7 +81,9 @@ class Cluster(Processes):
     def _wait_for(self, key: str, index: int, seconds: float | None) -> Any:
         wait = _FOREVER_MS if seconds is None else round(1000 * seconds)
         try:
-            return json.loads(self._client.blocking_key_value_get(key, wait))
+            with self._asking():
+                text = self._client.blocking_key_value_get(key, wait)
+            return json.loads(text)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
@@ -84,8 +91,21 @@ class Cluster(Processes):
                 f"process {self.index} has waited {seconds:.0f} s for a word of process {index}; run the same version on all hosts"
             ) from error
 
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Note that the main thread waits for another process. Other threads, such as that of a save, keep nothing from going on."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._wait_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._wait_began = math.inf
+
     def barrier(self, name: str) -> None:
-        self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
+        with self._asking():
+            self._client.wait_at_barrier(f"mupax/{name}", _FOREVER_MS)
 
     def post(self, key: str, value: str) -> None:
         with contextlib.suppress(Exception):  # it is there, or there is no store any more
@@ -98,6 +118,10 @@ class Cluster(Processes):
         if not self.closed:
             self._failing = True
             self._post_failure(self.index, socket.gethostname(), reason)
+
+    def end_stalled(self, beyond: Callable[[], float], seconds: float | None) -> None:
+        self._beyond = beyond
+        self._most_beyond = math.inf if seconds is None else seconds
 
     def end_all(self, reason: str) -> None:
         self._post_failure(self.index, socket.gethostname(), reason)
@@ -122,7 +146,7 @@ class Cluster(Processes):
         if self.leader:
             time.sleep(3 * _POLL_S)  # until the others have read it: process 0 takes the store with it
 
-    def _post_failure(self, index: int, host: str, reason: str, code: int = 1) -> None:
+    def _post_failure(self, index: int | None, host: str, reason: str, code: int = 1) -> None:
         self.post(f"{_FAILED}/first", json.dumps([index, host, reason, code]))
 
     def _watch(self) -> None:
@@ -132,15 +156,17 @@ class Cluster(Processes):
             beat += 1
             try:
                 self._client.key_value_set(f"{_ALIVE}/{self.index}", f"{beat} {socket.gethostname()}", True)
+                self._tell_wait()
                 if self.leader:
                     self._look_for_silence(last_beats)
+                    self._look_for_stall()
                 failures = self._client.key_value_dir_get(_FAILED)
             except Exception:  # any error of the network; the store may answer again
                 continue
             self._answered = time.monotonic()
             if failures and not self._failing and not self._done.is_set():
                 index, host, reason, code = json.loads(failures[0][1])
-                self._leave(f"process {index} ({host}) failed: {reason}", code)
+                self._leave(reason if index is None else f"process {index} ({host}) failed: {reason}", code)
 
     def _guard(self) -> None:
         """End this process where the coordinator is silent; asking it may take for ever, where it is stopped say."""
@@ -159,6 +185,31 @@ class Cluster(Processes):
             elif now - last_beats[key][1] > self._silence:
                 host = beat.partition(" ")[2] or "host unknown"
                 self._post_failure(index, host, f"killed or cut off, not heard of for {self._silence} s")
+
+    def _tell_wait(self) -> None:
+        """Tell process 0 for how long this one has waited, in a program on all devices or for a word of another process."""
+        if self._beyond is not None:
+            wait = {"program": self._beyond(), "word": time.monotonic() - self._wait_began}
+            text = json.dumps({name: max(0.0, seconds) for name, seconds in wait.items()})
+            self._client.key_value_set(f"{_WAITS}/{self.index}", text, True)
+
+    def _look_for_stall(self) -> None:
+        """Process 0: end all where every process waits for others, and one of them in a program on all devices for too long.
+
+        A process that compiles, reads data or saves does not wait: it may take as long as it does, and so may those that wait
+        for it.
+        """
+        waits = [json.loads(text) for _, text in self._client.key_value_dir_get(_WAITS)]
+        longest = max((wait["program"] for wait in waits), default=0.0)
+        stuck = [max(wait.values()) > self._most_beyond / 2 for wait in waits]
+        if longest > self._most_beyond and len(stuck) == self.count and all(stuck):
+            self._post_failure(
+                None,
+                "",
+                f"all {self.count} processes have waited {longest:.0f} s longer for a step than ever before, each for another: the "
+                "network between them is cut or stuck, though process 0 hears of all. Go on with --resume; where a step may take "
+                "so long, write a larger --faults.collective-seconds",
+            )
 
     def _leave(self, why: str, code: int = 1) -> None:
         self._failing = True  # one reason is enough: the guard has nothing to add

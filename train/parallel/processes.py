@@ -107,6 +107,14 @@ class Processes:
     def post_failure(self, reason: str) -> None:
         """Tell the others that this process ends, and why; they then end too, with exit code 1."""
 
+    def end_stalled(self, beyond: Callable[[], float], seconds: float | None) -> None:
+        """From now on end all processes once every one of them waits for another and none goes on.
+
+        Args:
+            beyond: returns for how many seconds this process has waited for a program on all devices, beyond the longest such wait.
+            seconds: most seconds beyond; None never ends them.
+        """
+
     def end_all(self, reason: str) -> None:
         """End every process within seconds, this one too, with exit code 1 and the reason on its screen."""
 

@@ -17,6 +17,7 @@ from mupax.train.data import Data, reading
 from mupax.train.parallel.sharding import Feed
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report.metrics import loss_per_byte
+from mupax.train.run.runtime import EVALUATION
 from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def evaluation(session: Session, report: Report, state: TrainState, step: int) -
         Interrupted: a signal came first.
         DataError, ReadError: the data cannot be read.
     """
-    feed, dispatching = session.program.eval_feed(), partial(session.rt.dispatching, f"the evaluation at step {step}")
+    feed, awaited = session.program.eval_feed(), f"the evaluation at step {step}"
+    dispatching = partial(session.rt.dispatching, awaited, EVALUATION)
     with reading():
         scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
         row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
@@ -92,7 +94,7 @@ def evaluation(session: Session, report: Report, state: TrainState, step: int) -
             row |= loss_per_byte(f"eval/{name}/loss_per_byte", scores.loss, data)
     report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
     if session.snapshots is not None:
-        report.show(step, session.snapshots.take(state, dispatching))
+        report.show(step, session.snapshots.take(state, partial(session.rt.dispatching, awaited)))
     measured = session.evaluations.add(row)
     if session.rt.processes.leader:
         session.checkpoints.evaluated({step: measured})

@@ -25,7 +25,7 @@ from mupax.train.run.evaluate import evaluation
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
-from mupax.train.run.runtime import Interrupted, Runtime, runtime
+from mupax.train.run.runtime import STEP, Interrupted, Runtime, runtime
 from mupax.train.run.start import (
     Position,
     Session,
@@ -158,7 +158,7 @@ def train(session: Session, position: Position) -> TrainState:
             while step < steps and not session.evaluations.stopped:
                 batch = next_batch(batches, report, rt, step + 1)
                 oldest = max(position.step, step - session.in_flight) + 1
-                with rt.dispatching(f"step {oldest}, which the devices work on"), report.profile.step(step + 1):
+                with rt.dispatching(f"step {oldest}, which the devices work on", STEP), report.profile.step(step + 1):
                     state, metrics = session.step_fn(state, session.inputs, batch)
                 step += 1
                 report.add(step, metrics)
@@ -249,8 +249,13 @@ def save(session: Session, report: Report, state: TrainState, step: int, *, wait
         state: to save.
         step: steps done.
         wait: for the save before, however long it takes, rather than leave this one out.
+
+    Raises:
+        DriftError: processes hold different copies of the state; nothing is saved.
     """
     session.rt.watchdog.waiting(f"the checkpoint of step {step}")
+    if session.copies is not None:
+        session.copies.check_save(state, step, session.checkpoints)
     report.flush()
     session.checkpoints.save(step, state, session.data.facts, last=wait)
 

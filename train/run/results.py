@@ -20,7 +20,7 @@ from mupax.train.parallel import hardware
 from mupax.train.run.report.metrics import MetricsWriter, loss_per_byte
 from mupax.train.run.report.progress import Progress
 from mupax.train.run.report.timing import Profile, Timing
-from mupax.train.run.runtime import Runtime
+from mupax.train.run.runtime import STEP, Runtime
 from mupax.train.run.start import Position
 from mupax.zoo import flops
 
@@ -69,6 +69,7 @@ class Report(contextlib.ExitStack):
         self._pending: collections.deque[tuple[int, dict[str, jax.Array], float]] = collections.deque()
         self._bad: RejectedStep | None = None
         self._newest, self._attempt = position.step, rt.attempt
+        self._patience = rt.patience
         if self._attempt is not None:
             self._attempt.note(start=position.step, step=position.step)
         self._waited = 0.0
@@ -124,9 +125,11 @@ class Report(contextlib.ExitStack):
             if self._bad is not None:
                 continue  # Nothing after it is kept.
             squares = metrics.pop("squares")
-            values = jax.device_get(metrics)
+            with self._patience.program(STEP):
+                values = jax.device_get(metrics)
             now = time.monotonic()
             seconds, self._clock = now - self._clock, now
+            self._patience.took(STEP, seconds - waited)
             skipped, spike, in_a_row = values.pop("verdict").tolist()
             values = {name: float(value) for name, value in values.items()}
             weight = values.pop("weight")

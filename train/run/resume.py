@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mupax.errors import MupaxError
@@ -11,6 +11,7 @@ from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.config.record import completed, differences, from_json, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.core.optimizer import schedule_table
+from mupax.train.parallel import environment
 from mupax.train.run.runtime import Runtime
 
 JUMP = 1.5
@@ -24,10 +25,13 @@ _APART = (
     "resume",
     "resume_change",
     "resume_from",
+    "resume_exact",
     "xla_flags",
     "vmem_kib",
 )
 """Fields of a config that leave training as it is, and what is settled elsewhere."""
+_ROUNDING = ("accumulation_steps ", "model.compute.", "mesh.")
+"""Beginnings of the fields that leave what is trained as it is and may change its bits."""
 
 
 class ResumeError(MupaxError):
@@ -76,12 +80,43 @@ def check(before: Mapping[str, Any], config: Config, step: int) -> None:
         )
 
 
+def check_exact(
+    before: Mapping[str, Any], config: Config, environment_changes: Sequence[environment.Change] | None
+) -> None:
+    """Refuse a run that is to go on exactly, where its environment is another or was not recorded.
+
+    What is to be trained may change on purpose, such as the number of steps, but not how it is computed.
+
+    Args:
+        before: the config that the run has recorded, as JSON.
+        config: of this part of the run.
+        environment_changes: changes of the environment; `None` if the run has not recorded it.
+
+    Raises:
+        ResumeError: bits can differ, and `resume_exact` is set.
+    """
+    if not config.resume_exact:
+        return
+    if environment_changes is None:
+        raise ResumeError(
+            "the run has no record of its environment, so that --resume-exact cannot tell whether the bits stay the same; "
+            "leave --resume-exact out"
+        )
+    changed = [str(change) for change in environment_changes if change.bits]
+    changed += [line for line in changes(before, config) if line.startswith(_ROUNDING)]
+    if changed:
+        raise ResumeError(
+            f"--resume-exact: {'; '.join(changed)}. Go on in the environment that the run was trained in, or leave --resume-exact out"
+        )
+
+
 def announce(
     config: Config,
     runtime: Runtime,
     step: int,
     sets: Mapping[str, Mapping[str, Any]],
     checkpoints: CheckpointFolder,
+    now: Mapping[str, Any],
 ) -> None:
     """Say where a resumed run goes on and what has changed since it was recorded.
 
@@ -91,11 +126,13 @@ def announce(
         step: steps done.
         sets: facts of each further evaluation set, by name.
         checkpoints: those of the run, with the settings of this part.
+        now: machine, packages and compiler of this part of the run (`workdir.surroundings`).
 
     Raises:
-        ResumeError: as `check`, where steps are done.
+        ResumeError: as `check` and `check_exact`, where steps are done.
     """
     console = runtime.console
+    now = runtime.processes.broadcast("surroundings", lambda: now)
     recorded = runtime.processes.broadcast("recorded", lambda: workdir.read_record(runtime.folder))
     before, recorded_sets = recorded["config"], (recorded.get("data") or {}).get("sets") or {}
 
@@ -105,8 +142,11 @@ def announce(
     for name in sorted(sets.keys() & recorded_sets):
         if recorded_sets[name].get("digest") != sets[name].get("digest"):
             warn(f"caution: the evaluation set {name} holds other data than before: its numbers do not compare")
+    environment_changes = None
     if step:
         check(before, config, step)
+        environment_changes = environment.changes(recorded, now)
+        check_exact(before, config, environment_changes)
         console.print(f"resuming {config.recipe} at step {step} of {config.steps}")
     changed = changes(before, config)
     for change in changed:
@@ -121,3 +161,9 @@ def announce(
                 f"caution: with --checkpoint.keep {config.checkpoint.keep} the checkpoints {listed} are deleted, at the next "
                 f"save at the latest; --checkpoint.keep {keep} keeps them"
             )
+    for change in environment_changes or ():
+        warn(f"changed since: {change}")
+    if step and environment_changes is None:
+        warn(
+            "the run has no record of its environment (options of JAX, devices, processor): whether bits differ is not known"
+        )

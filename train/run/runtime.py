@@ -75,6 +75,52 @@ class Watchdog:
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
 
 
+STEP, EVALUATION = "step", "evaluation"
+"""Kinds of programs that run on all devices and are compiled before."""
+
+
+class Patience:
+    """How long this process waits for a program on all devices, against the longest such wait so far.
+
+    A program waits in a collective operation where the network between processes is cut. Only the time inside of `program`
+    counts: compiling, reading data and saving do not.
+    """
+
+    def __init__(self) -> None:
+        self._kind = ""
+        self._since = math.inf
+        self._longest: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def program(self, kind: str) -> Iterator[None]:
+        """Count the time inside as a wait.
+
+        Args:
+            kind: of the program; waits of one kind are compared.
+        """
+        began = time.monotonic()
+        self._kind = kind
+        self._since = began
+        try:
+            yield
+        finally:
+            self._since = math.inf
+        self.took(kind, time.monotonic() - began)
+
+    def took(self, kind: str, seconds: float) -> None:
+        """Note how long a program took.
+
+        Args:
+            kind: of the program.
+            seconds: from its beginning, or from the end of the one before it.
+        """
+        self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)
+
+    def beyond(self) -> float:
+        """Return the seconds of the present wait beyond the longest one so far; 0 or less while there is nothing to wait for."""
+        return time.monotonic() - self._since - self._longest.get(self._kind, 0.0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Runtime:
     """One process' view of a run's surroundings (`runtime` makes it).
@@ -88,6 +134,7 @@ class Runtime:
         stop: hears signals.
         watchdog: speaks after a long silence.
         console: prints on process 0 alone.
+        patience: knows how long this process waits for a program on all devices.
         attempt: tells the supervisor (`--restart`) how far the run has come; None without one.
     """
 
@@ -99,6 +146,7 @@ class Runtime:
     stop: StopRequest
     watchdog: Watchdog
     console: Console
+    patience: Patience
     attempt: Memory | None = None
 
     @property
@@ -112,11 +160,12 @@ class Runtime:
             self.spool.send()
 
     @contextlib.contextmanager
-    def dispatching(self, awaited: str) -> Iterator[None]:
+    def dispatching(self, awaited: str, kind: str | None = None) -> Iterator[None]:
         """One more program on all devices, which every process runs or none.
 
         Args:
             awaited: what the run waits for from now on, for the watchdog.
+            kind: of the program, where waits for it are limited; `None` if it may be compiled first.
 
         Raises:
             Interrupted: a signal came first.
@@ -124,7 +173,8 @@ class Runtime:
         if not self.stop.claim():
             raise Interrupted
         self.watchdog.waiting(awaited)
-        yield
+        with self.patience.program(kind) if kind else contextlib.nullcontext():
+            yield
         self.stop.done()
 
     def fail(self, text: str) -> int:
@@ -162,13 +212,15 @@ def runtime(config: Config) -> Iterator[Runtime]:
                 from mupax.train.reuse.start import init_from
 
                 config = init_from.settled(config, folder, resumed, processes)
+            patience = Patience()
+            processes.end_stalled(patience.beyond, config.faults.collective_seconds)
             console = rich_console(quiet=not processes.leader)
             attempt = None
             if "MUPAX_ATTEMPT" in os.environ:
                 from mupax.train.run.restart import memory
 
                 attempt = memory.of_this_process(processes.index, processes.count)
-            yield Runtime(config, folder, spool, resumed, processes, stop, watchdog, console, attempt)
+            yield Runtime(config, folder, spool, resumed, processes, stop, watchdog, console, patience, attempt)
 
 
 def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Spool | None]:

@@ -25,6 +25,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
 from mupax.train.data import Data, DataError
 from mupax.train.data import assets as data_assets
+from mupax.train.parallel import environment
 from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
 from mupax.train.run.report.early_stop import Evaluations, rows_until
@@ -32,6 +33,7 @@ from mupax.train.run.report.progress import announce
 from mupax.train.run.runtime import Runtime
 
 if TYPE_CHECKING:
+    from mupax.train.run.copies import CopyCheck
     from mupax.train.run.report.mirrors.snapshots import Snapshots
 
 IN_FLIGHT = 2
@@ -77,6 +79,8 @@ class Session:
     """Takes images and histograms at evaluations, where they are asked for."""
     in_flight: int = IN_FLIGHT
     """Steps that are queued on the devices before the host waits for the oldest."""
+    copies: CopyCheck | None = None
+    """Compares what several processes must hold alike; None where there is only one."""
     speed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Lines of the summary about how fast it went, by their label; those of the last attempt."""
 
@@ -165,7 +169,14 @@ def compiled(
 
     Raises:
         MemoryLimitError: the step or the evaluation needs more.
+        AgreementError, DataError: processes start from other states, inputs or batches.
     """
+    copies = None
+    if rt.processes.count > 1:
+        from mupax.train.run.copies import CopyCheck
+
+        copies = CopyCheck(rt.processes)
+        copies.check_start(position.state, data, position.step)
     began = time.monotonic()
     step_fn = program.compile_train()
     eval_fn = program.compile_eval(step_fn)
@@ -181,7 +192,12 @@ def compiled(
     if rt.processes.leader:  # a kill may have come before it was kept there
         saved = steps(checkpoints.folder)
         checkpoints.evaluated({step: evaluations.metrics[step] for step in saved if step in evaluations.metrics})
-    inputs, snapshots = program.step_inputs(), None
+    # JAX compares what several processes put on all devices, by a program of its own.
+    with rt.patience.program("inputs"):
+        inputs = program.step_inputs()
+    if copies is not None:
+        copies.check_inputs(inputs)
+    snapshots = None
     if rt.config.log.images or rt.config.log.histograms:
         from mupax.train.run.report.mirrors.snapshots import Snapshots
 
@@ -200,6 +216,7 @@ def compiled(
         evaluations,
         snapshots,
         in_flight,
+        copies,
     )
 
 
@@ -382,11 +399,13 @@ def starting_position(
             "evaluated", lambda: metrics.has_evaluation(runtime.files, step)
         )
         position = Position(state, step, keeps_rows=True, evaluated=evaluated)
+    around = environment.facts(program.mesh)
     if runtime.resumed:
         from mupax.train.run import resume
 
         set_facts = {name: loaded.facts for name, loaded in sets.items()}
-        resume.announce(config, runtime, position.step, set_facts, checkpoints)
+        now = workdir.surroundings(program.compiler_options(), around)
+        resume.announce(config, runtime, position.step, set_facts, checkpoints, now)
     if at is not None:
         files = [runtime.files / metrics.FILE_NAME, runtime.folder / workdir.RECORD]
         if line := runtime.processes.broadcast("branch", lambda: selection.branch_off(checkpoints, at, files)):
@@ -394,7 +413,7 @@ def starting_position(
     if runtime.processes.leader:
         preset, flags = program.preset.describe(), program.compiler_options()
         facts = data.facts | ({"sets": {name: each.facts for name, each in sets.items()}} if sets else {})
-        checkpoints.record = workdir.record(runtime.folder, config, facts, preset, flags, position.step)
+        checkpoints.record = workdir.record(runtime.folder, config, facts, preset, flags, position.step, around)
         asset_files = data_assets.files_of(data, config.data, console.print)
         checkpoints.assets = assets.write(runtime.folder, asset_files, position.step)
     return position

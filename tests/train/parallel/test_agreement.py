@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from mupax.train.config.recipes.laptop import lm_tiny
-from mupax.train.parallel import agreement
+from mupax.train.parallel import agreement, environment
 from mupax.train.parallel.processes import Processes
 from tests.train.parallel.test_distributed import on_two_processes
 
@@ -38,6 +38,9 @@ def agreed(change: Any = lambda facts: None) -> list[Any]:
         ("code", "train/core/step.py", "beef", "has another train/core/step.py than process 0 (HOST); run the same code"),
         ("code", "train/core/old.py", "beef", "has a train/core/old.py, other than process 0 (HOST); run the same code"),
         ("environment", "XLA_FLAGS", "--xla_a", "has XLA_FLAGS='--xla_a' and process 0 (HOST) has XLA_FLAGS='"),
+        ("options", "jax_default_prng_impl", "rbg", "has JAX's option jax_default_prng_impl rbg and process 0 (HOST) has threefry2x32; set"),
+        ("options", "jax_of_a_later_version", True, "has JAX's option jax_of_a_later_version True and process 0 (HOST) has None; set"),
+        ("devices", "instructions", [], "has a processor with other vector instructions than process 0 (HOST) ("),
         ("devices", "kind", "TPU v3", "has devices of another kind, TPU v3, than process 0 (HOST), cpu; start all"),
         ("devices", "number", 3, "has devices of another number, 3, than process 0 (HOST), 8; start all"),
     ],
@@ -52,5 +55,4 @@ def test_what_must_be_alike_is_refused_by_name_on_every_screen(group: str, path:
 
 def test_control_processes_that_are_alike_agree() -> None:
     assert agreed() == [None, None]
-    assert agreement._flags("--xla_b --xla_dump_to=/tmp/0 --xla_a") == "--xla_a --xla_b"
-    assert len(agreement._sources()) > 150
+    assert len(environment.sources()) > 150

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,10 +26,11 @@ from mupax.train.config.run import Config, DataConfig, DistributedConfig
 from mupax.train.data import Data, DataError
 from mupax.train.data.interface import ALL_ROWS, Batch
 from mupax.train.parallel import distributed
+from mupax.train.parallel.agreement import AgreementError
 from mupax.train.parallel.distributed import Cluster
 from mupax.train.parallel.processes import DistributedError, Processes, place
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.run import runtime, start
+from mupax.train.run import copies, runtime, start
 
 pytestmark = pytest.mark.core
 
@@ -300,6 +302,80 @@ def test_a_save_that_end_all_is_told_of_ends_every_process(monkeypatch: pytest.M
 
     on_two_processes(work)
     assert left[:2] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("waits", "asks", "ends"),
+    [((9.0, 9.0), None, True), ((9.0, -1.0), None, False), ((9.0, -1.0), 1, True), ((2.0, 2.0), None, False)],
+    ids=["both in a step", "one reads data", "one waits for the other's word", "not long enough"],
+)
+def test_processes_that_all_wait_for_another_end(
+    waits: tuple[float, float],
+    asks: int | None,
+    ends: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(distributed, "_POLL_S", 0.05)
+    monkeypatch.setattr(distributed, "leave", lambda code: left.append(code) or threading.Event().wait())
+
+    def work(processes: Cluster) -> None:
+        processes.end_stalled(lambda: waits[processes.index], 5.0)
+        if asks == processes.index:
+            processes._wait_began = time.monotonic() - 4.0
+        until = time.monotonic() + (15 if ends else 0.6)
+        while len(left) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+
+    on_two_processes(work)
+    assert left == ([1, 1] if ends else [])
+    assert ("--faults.collective-seconds" in capsys.readouterr().err) == ends
+
+
+def test_a_wait_counts_from_the_longest_of_its_kind() -> None:
+    patience = runtime.Patience()
+    assert patience.beyond() < 0
+    patience.took("step", 100.0)
+    with patience.program("step"):
+        assert -100 <= patience.beyond() < -90
+    with patience.program("evaluation"):
+        assert 0 <= patience.beyond() < 10
+    assert patience.beyond() < 0
+
+
+class Fixed:
+    """Data whose batches are numbers of the process that reads them."""
+
+    batch_size, train_size, facts = 4, 100, {"name": "x"}
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
+        return {"inputs": np.arange(4)[rows] + self.value + k}
+
+
+def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies.replicas, "by_name", lambda tree: {})
+    monkeypatch.setattr(copies.replicas, "checksums", lambda arrays: [])
+
+    def start_with(values: tuple[int, int], difference: str) -> list[Any]:
+        monkeypatch.setattr(copies.replicas, "difference", lambda arrays, parts: difference)
+
+        def work(processes: Processes) -> None:
+            data: Any = Fixed(values[processes.index])
+            state: Any = SimpleNamespace(health=SimpleNamespace(left_out=np.int32(2)))
+            copies.CopyCheck(processes).check_start(state, data, 3)
+
+        return on_two_processes(work)
+
+    assert start_with((1, 1), "") == [None, None]
+    batches = start_with((1, 2), "")
+    assert [type(error) for error in batches] == [DataError, DataError]
+    assert "process 1" in str(batches[0])
+    assert "batch 5" in str(batches[0])
+    assert [type(error) for error in start_with((1, 1), "x differs")] == [AgreementError, AgreementError]
 
 
 def test_a_process_that_is_not_heard_of_is_dead(

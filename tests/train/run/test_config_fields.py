@@ -321,6 +321,7 @@ FIELDS: dict[str, Way] = {
     "faults.most_in_a_row": Shown("train/core/test_nonfinite.py", "--faults.most-in-a-row"),
     **on(program, TOKENS, "faults.", spike_deviations=4.0, skip_spikes=True),
     "faults.memory_check": Shown("train/run/test_memory.py", "--faults.no-memory-check"),
+    "faults.collective_seconds": Shown("train/parallel/test_distributed.py", "--faults.collective-seconds"),
     "faults.watchdog_seconds": (slow_run, changed(RUN, "faults.watchdog_seconds", 100.0), 1.0),
     **on(run, RUN, "log.", eval_every_steps=2, tensorboard=False, samples=True, profile="3:5", progress=False),
     **on(program, TOKENS, steps=9, z_loss=0.1, freeze=("bias",), train_only=("bias",)),
@@ -333,6 +334,7 @@ FIELDS: dict[str, Way] = {
     "seed": (start, TOKENS, 1),
     "resume": Shown("train/checkpoints/test_checkpointer.py", "--resume"),
     "resume_change": Shown("train/run/saves/test_resume.py", "--resume-change"),
+    "resume_exact": Shown("train/run/saves/test_resume.py", "--resume-exact"),
     "vmem_kib": Shown("train/parallel/test_hardware_flags.py", "vmem_kib"),
     "xla_flags": Shown("train/parallel/test_hardware_flags.py", "xla_flags"),
 }

@@ -17,7 +17,7 @@ from mupax.train.config.run import Config
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
-_OF_ONE_RUN = ("workdir", "resume", "resume_change", "resume_from")
+_OF_ONE_RUN = ("workdir", "resume", "resume_change", "resume_from", "resume_exact")
 """Fields that a run's record has and its repetition does not take."""
 
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

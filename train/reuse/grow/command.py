@@ -151,7 +151,8 @@ def larger(before: Config, args: Grow) -> Config:
         holder[field] = _read(value)
     steps = args.steps or before.steps
     model, out = model_from_json(values), str(args.out)
-    return dataclasses.replace(before, model=model, workdir=out, init=InitConfig(), steps=steps, resume=False)
+    config = dataclasses.replace(before, resume=False, resume_from=None, resume_change=(), resume_exact=False)
+    return dataclasses.replace(config, model=model, workdir=out, init=InitConfig(), steps=steps)
 
 
 def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Growth]:

@@ -57,7 +57,8 @@ def key_of(config: Config, data_digest: str) -> str:
         fields["data"].get("pixels", {}).pop("background", None)
     if bare.data.transforms.mix_group is None:
         fields["data"].get("transforms", {}).pop("mix_group", None)
-    del fields["stop"], fields["resume_from"], fields["data"]["evaluate"]  # a point has none
+    # A point has none of these.
+    del fields["stop"], fields["resume_from"], fields["resume_exact"], fields["data"]["evaluate"]
     del fields["data"]["limits"]  # decide whether data are refused, and change none
     for section, names in {
         "checkpoint": ("keep_best", "best_metric"),
@@ -74,6 +75,7 @@ def key_of(config: Config, data_digest: str) -> str:
             del fields["model"]["compute"][name]
     del fields["mesh"]["experts"]  # where experts lie
     del fields["faults"]["memory_check"]  # decides whether a run starts, and changes none
+    del fields["faults"]["collective_seconds"]  # is of several processes
     if bare.mesh.gradient_dtype is None:
         del fields["mesh"]["gradient_dtype"]
     for name, default in {"moment_dtype": None, "layer_decay": 1.0, "warmup_from_zero": False}.items():
@@ -87,7 +89,9 @@ def key_of(config: Config, data_digest: str) -> str:
 
 def without_reports(config: Config) -> Config:
     """The config without where it is kept and what it reports."""
-    bare = dataclasses.replace(config, workdir=None, resume=False, resume_from=None, stop=StopConfig())
+    bare = dataclasses.replace(
+        config, workdir=None, resume=False, resume_from=None, resume_exact=False, stop=StopConfig()
+    )
     return dataclasses.replace(
         bare, checkpoint=CheckpointConfig(), log=LogConfig(), data=dataclasses.replace(config.data, evaluate=())
     )

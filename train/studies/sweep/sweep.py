@@ -23,6 +23,7 @@ from mupax.train.parallel.processes import Processes
 from mupax.train.studies.sweep.choose import Chooser, Mode
 from mupax.train.studies.sweep.keys import key_of, without_reports
 from mupax.train.studies.sweep.rows import Row, Rows
+from mupax.train.studies.sweep.surroundings import note_changes
 from mupax.train.studies.sweep.trainer import Batches
 from mupax.train.studies.sweep.work import Member, Stopped, Watcher, Work, one_at_a_time
 from mupax.zoo.configs import ConfigError
@@ -138,9 +139,14 @@ class Sweep:
             keys = {i: key_of(p.config, self._batches.of(p).facts["digest"]) for i, p in members}
             done = {i: rows[key] for i, key in keys.items() if rows.has(key, evaluated=self._evaluated)}
             watcher.begin(configs, done)
+            unrecorded = True
             for key, group in groups.items():
                 unique = list({keys[i]: (i, p) for i, p in reversed(group)}.values())[::-1]  # of equal points the first
                 if todo := [(i, p) for i, p in unique if i not in done]:
+                    if unrecorded:
+                        goes_on = bool(rows) or (self._folder / "unfinished").exists()
+                        note_changes(self._folder, todo[0][1], watcher.note, goes_on=goes_on)
+                        unrecorded = False
                     trainer = self._chooser.trainer(key, [p for _, p in todo], watcher.note)
                     work = Work(trainer, self._batches, self._folder, keys, watcher, self._stop)
                     packs = [todo[start : start + trainer.count] for start in range(0, len(todo), trainer.count)]

@@ -131,6 +131,7 @@ def test_every_change_is_shown_by_name_and_every_record_stays(whole: Done, untra
         "changed since: checkpoint.keep 2 -> 3",
         "changed since: mesh.fsdp 1 -> 2",
         "changed since: optimizer.clip_norm 1.0 -> 0.5",
+        "changed since: mesh: data=8 -> data=4 fsdp=2 (bits can differ)",
     ]
     assert len(record_of(copy)["segments"]) == 1
 
@@ -145,6 +146,72 @@ def test_every_change_is_shown_by_name_and_every_record_stays(whole: Done, untra
     fsdp = [part["config"]["mesh"]["fsdp"] for part in (*record_of(copy)["segments"], record_of(copy))]
     assert fsdp == [1, 2, 4]
     assert untrained == [(6, 6)] * 3
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("group", "name", "before", "line"),
+    [
+        ("options", "jax_enable_x64", True, "jax_enable_x64: True -> False (bits can differ)"),
+        ("variables", "XLA_FLAGS", "--xla_cpu_max_isa=SSE4_2", "XLA_FLAGS: --xla_cpu_max_isa=SSE4_2 -> "),
+        ("devices", "devices", 4, "devices: 4 -> 8 (bits can differ)"),
+        ("processor", "instructions", ["avx_of_old"], "processor's instructions: avx_of_old -> "),
+    ],
+)
+def test_another_environment_is_told_and_refused_where_the_run_is_to_go_on_exactly(
+    group: str, name: str, before: Any, line: str, whole: Done, untrained: list, tmp_path: Path
+) -> None:
+    copy = interrupted("whole", str(tmp_path / "run"), 6)
+    recorded = record_of(copy)
+    recorded["environment"][group][name] = before
+    (copy / "config.json").write_text(json.dumps(recorded))
+    refused = train("--workdir", str(copy), "--resume", "--resume-exact")
+    assert refused.code == 2
+    assert line in refused.err
+    assert record_of(copy) == recorded
+    assert not untrained
+
+    done = train("--workdir", str(copy), "--resume")
+    assert done.code == 0, done.err
+    (told,) = [row for row in done.out.splitlines() if row.startswith("changed since: ")]
+    assert line in told
+    assert "bits can differ" in told
+    assert record_of(copy)["segments"][0]["environment"][group][name] == before
+
+    again = train("--workdir", str(copy), "--resume", "--resume-exact")
+    assert again.code == 0, again.err
+    assert "changed since" not in again.out
+    assert untrained == [(6, 6)] * 2
+
+
+@pytest.mark.core
+def test_a_run_that_recorded_no_environment_goes_on_with_one_line(whole: Done, untrained: list, tmp_path: Path) -> None:
+    copy = interrupted("whole", str(tmp_path / "run"), 6)
+    recorded = record_of(copy)
+    del recorded["environment"]
+    recorded["versions"]["jax"] = "0.1"
+    (copy / "config.json").write_text(json.dumps(recorded))
+    refused = train("--workdir", str(copy), "--resume", "--resume-exact")
+    assert refused.code == 2
+    assert "--resume-exact" in refused.err
+    done = train("--workdir", str(copy), "--resume")
+    assert done.code == 0, done.err
+    lines = [row for row in done.out.splitlines() if "environment" in row or "changed since" in row]
+    assert len(lines) == 1
+
+
+@pytest.mark.core
+def test_exact_goes_with_other_steps_and_not_with_other_rounding(whole: Done, untrained: list, tmp_path: Path) -> None:
+    copy = interrupted("whole", str(tmp_path / "run"), 6)
+    words = ("--workdir", str(copy), "--resume", "--resume-exact")
+    refused = train(*words, "--accumulation-steps", "2")
+    assert refused.code == 2
+    assert "accumulation_steps 1 -> 2" in refused.err
+    assert train(*words, "--steps", "8", "--resume-change", "schedule").code == 0
+    assert untrained == [(6, 6)]
+    alone = train("--workdir", str(tmp_path / "new"), "--resume-exact")
+    assert alone.code == 2
+    assert "add --resume" in alone.err
 
 
 def test_a_run_of_a_constant_rate_goes_further(whole: Done) -> None:

@@ -1,0 +1,239 @@
+"""Facts of a process, besides its config and its data, that decide the bits of what it computes.
+
+Processes of one run compare them (`agreement`), a run records them, and a resume prints those that have changed. Options of JAX
+are compared unless `HARMLESS` names them, so that a new option of a later JAX counts from the start.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+import mupax
+from mupax.train.parallel.hardware import VARIABLES
+
+HARMLESS = frozenset((
+    "jax_compilation_cache_check_contents", "jax_compilation_cache_dir",
+    "jax_compilation_cache_expect_pgle",
+    "jax_compilation_cache_include_metadata_in_key", "jax_compilation_cache_max_size",
+    "jax_enable_compilation_cache",
+    "jax_persistent_cache_enable_xla_caches", "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes", "jax_raise_persistent_cache_errors",
+    "jax_remove_custom_partitioning_ptr_from_cache_key", "jax_explain_cache_misses",
+    "jax_share_binary_between_hosts", "jax_share_binary_between_hosts_timeout_ms",
+    "jax_compiler_detailed_logging_min_ops", "jax_debug_log_modules", "jax_distributed_debug",
+    "jax_log_checkpoint_residuals",
+    "jax_log_compiles", "jax_logging_level", "jax_pallas_verbose_errors", "jax_pprint_use_color",
+    "jax_xla_profile_version",
+    "jax_dump_ir_modes", "jax_dump_ir_to", "jax_include_debug_info_in_dumps",
+    "jax_source_url_schema",
+    "jax_hlo_source_file_canonicalization_regex", "jax_include_full_tracebacks_in_locations",
+    "jax_traceback_filtering", "jax_traceback_in_locations_limit",
+    "jax_tracer_error_num_traceback_frames",
+    "jax_send_traceback_to_runtime", "jax_captured_constants_report_frames",
+    "jax_captured_constants_warn_bytes",
+    "jax_array_garbage_collection_guard", "jax_debug_leaked_clients_on_clear_backends",
+    "jax_thread_guard",
+    "jax_check_tracer_leaks", "jax_enable_checks", "jax_check_static_indices",
+    "jax_check_proxy_envs",
+    "jax_transfer_guard", "jax_transfer_guard_device_to_device",
+    "jax_transfer_guard_device_to_host",
+    "jax_transfer_guard_host_to_device",
+    "jax_cpu_get_global_topology_timeout_minutes", "jax_cpu_get_local_topology_timeout_minutes",
+    "jax_cross_host_transfer_socket_address", "jax_cross_host_transfer_timeout_seconds",
+    "jax_cross_host_transfer_transfer_size", "jax_cross_host_transport_addresses",
+    "jax_enable_preemption_service", "jax_enable_recoverability",
+    "jax_platforms", "jax_platform_name", "jax_xla_backend", "jax_num_cpu_devices",
+    "jax_cuda_visible_devices", "jax_rocm_visible_devices", "jax_oneapi_visible_devices",
+))  # fmt: skip
+"""Options of JAX that change no number: caches, logging, tracing, dumps, guards, addresses of a process, and what chooses devices,
+whose kind and number are compared themselves."""
+
+_NUMERIC_VARIABLES = (
+    *VARIABLES,
+    "NVIDIA_TF32_OVERRIDE",
+    "TF_CUDNN_DETERMINISTIC",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "TF_ENABLE_ONEDNN_OPTS",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+)
+"""Variables of the environment that libraries below JAX read, and that change numbers."""
+
+# Folders of dumps and caches, logging, time limits, and the number of devices, which is compared itself.
+_HARMLESS_FLAG = re.compile(
+    r"--(xla_dump_|xla_gpu_dump|xla_hlo_profile|xla_detailed_logging|xla_force_host_platform_device_count"
+    r"|xla_gpu_per_fusion_autotune_cache|xla_\w+timeout|xla_\w+_log_|xla_vmodule)"
+)
+_VECTOR = re.compile(r"(avx|s?sse|fma|f16c|amx|asimd|neon|sve|i8mm)")
+"""Beginnings of the names of vector instructions, of x86 and of Arm."""
+
+_SAME_BITS = frozenset({"python", "orbax-checkpoint", "tensorstore"})
+"""Packages that carry numbers and compute none."""
+_CODE = ("presets", "zoo", "train")
+
+
+def options() -> dict[str, Any]:
+    """Return the options of JAX that may change numbers, by name, as JSON has them."""
+    values = sorted(jax.config.values.items())
+    return {name: _plain(value) for name, value in values if name not in HARMLESS}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return str(value.value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables of the environment that change numbers. Flags of XLA are sorted, the harmless ones left out."""
+    values = {name: environ.get(name, "") for name in _NUMERIC_VARIABLES}
+    return {name: _flags(value) if name in VARIABLES else value for name, value in values.items()}
+
+
+def _flags(text: str) -> str:
+    """Return flags in order of their names. Of a flag that is written twice the last one holds."""
+    if text and not text.lstrip().startswith("-"):
+        # XLA reads its flags from a file where the variable is no flag.
+        try:
+            text = Path(text).read_text()
+        except OSError:
+            return text
+    flags = {flag.partition("=")[0]: flag for flag in text.split()}
+    return " ".join(flag for name, flag in sorted(flags.items()) if not _HARMLESS_FLAG.match(name))
+
+
+def processor(file: Path = Path("/proc/cpuinfo")) -> dict[str, Any]:
+    """Return the model of this machine's processor and its vector instructions, as far as the system names them."""
+    try:
+        lines = file.read_text().partition("\n\n")[0].splitlines()
+    except OSError:  # macOS, whose machines have one instruction set
+        return {"model": platform.processor(), "instructions": []}
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    names = fields.get("flags", fields.get("Features", "")).split()
+    return {
+        "model": fields.get("model name", platform.processor()),
+        "instructions": sorted(name for name in names if _VECTOR.match(name)),
+    }
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use. XLA on CPU divides long sums among them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def sources() -> dict[str, str]:
+    """Return a digest of every file of code, by its path in the project."""
+    root = Path(mupax.__file__).parent
+    files = sorted(path for package in _CODE for path in (root / package).rglob("*.py"))
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+
+
+def facts(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """Return what a run records of its environment: JAX's options, variables, devices, mesh, processor and code.
+
+    Args:
+        mesh: devices of the run; axes of size 1 are left out.
+    """
+    device = mesh.devices.flat[0]
+    axes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1]
+    recorded: dict[str, Any] = {
+        "options": options(),
+        "variables": variables(),
+        "devices": {
+            "device kind": device.device_kind,
+            "devices": mesh.size,
+            "processes": len({d.process_index for d in mesh.devices.flat}),
+            "mesh": " ".join(axes) or "one device",
+            "runtime": device.client.platform_version,
+        },
+    }
+    if device.platform == "cpu":
+        recorded["processor"] = {**processor(), "cores": cores()}
+    digests = json.dumps(sources()).encode()
+    return {**recorded, "code": hashlib.sha256(digests).hexdigest()[:16]}
+
+
+class Change(NamedTuple):
+    """A fact of the environment that is another one than before."""
+
+    name: str
+    old: str
+    new: str
+    bits: bool
+    """Whether what is computed may differ in bits."""
+
+    def __str__(self) -> str:
+        effect = "bits can differ" if self.bits else "the bits stay the same"
+        return f"{self.name}: {self.old} -> {self.new} ({effect})"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change] | None:
+    """Return how the environment of a run differs from the recorded one, or `None` if the record has no environment.
+
+    Args:
+        before: record of the run (config.json).
+        now: record of this part of the run.
+    """
+    if not isinstance(before.get("environment"), Mapping):
+        return None
+    groups = _groups(before), _groups(now)
+    changed = []
+    for name in (*groups[1], *(name for name in groups[0] if name not in groups[1])):
+        old, new = groups[0].get(name, _MISSING), groups[1].get(name, _MISSING)
+        if old == new:
+            continue
+        # Another JAX has other options; its version is a line of its own.
+        if name.startswith("jax_") and _MISSING in (old, new) and groups[0].get("jax") != groups[1].get("jax"):
+            continue
+        changed.append(Change(name, *_shown(old, new), name not in _SAME_BITS))
+    return changed
+
+
+_MISSING = "not recorded"
+
+
+def _groups(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all facts of a record's environment by the names that they are printed under."""
+    environment = record["environment"]
+    values = dict(record.get("versions") or {})
+    for group in ("options", "variables", "devices"):
+        values.update(environment.get(group) or {})
+    for name, value in (environment.get("processor") or {}).items():
+        values[f"processor's {name}"] = value
+    values["compiler options"] = [f"{k}={v}" for k, v in ((record.get("xla") or {}).get("options") or {}).items()]
+    values["platform"] = record.get("platform")
+    values["mupax's code"] = environment.get("code")
+    return values
+
+
+def _shown(old: Any, new: Any) -> tuple[str, str]:
+    """Return two values as text. Of lists, and of flags, only the items that are in one of them alone."""
+    before = _words(old)
+    now = _words(new)
+    if before is None or now is None:
+        return _text(old), _text(new)
+    left_out = [word for word in before if word not in now]
+    added = [word for word in now if word not in before]
+    return " ".join(left_out) or "none", " ".join(added) or "none"
+
+
+def _words(value: Any) -> list[str] | None:
+    if isinstance(value, list):
+        return [str(word) for word in value]
+    return value.split() if isinstance(value, str) and (value == "" or value.startswith("-")) else None
+
+
+def _text(value: Any) -> str:
+    return "none" if value in ("", []) else str(value)
