@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -111,10 +112,9 @@ def stop_for(seconds: float | None) -> Action:
 
     def action() -> None:
         me = os.getpid()
-        if seconds is not None and os.fork() == 0:
-            time.sleep(seconds)
-            os.kill(me, signal.SIGCONT)
-            os._exit(0)
+        if seconds is not None:
+            # Not a fork: that would hold the locks of this process.
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {me}"])
         os.kill(me, signal.SIGSTOP)
 
     return action
