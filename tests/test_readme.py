@@ -17,7 +17,6 @@ import pkgutil
 import re
 import shlex
 import shutil
-import socketserver
 import subprocess
 import tomllib
 import unittest.mock
@@ -31,6 +30,7 @@ from PIL import Image
 
 from mupax import __main__ as mupax
 from mupax import presets
+from mupax.train.reuse.serve import server
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.programs import shared_programs
 from tests.presets.verify import dumps
@@ -164,7 +164,7 @@ def run(line: str) -> int:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
     if words[1:3] == ["train", "serve"]:
-        with unittest.mock.patch.object(socketserver.BaseServer, "serve_forever"):
+        with unittest.mock.patch.object(server.Server, "serve_forever"):
             return mupax.main([*words[1:], "--port", "0"])
     if words[1] == "train" and words[2] not in USES_A_RUN and not set(words) & set(RUNS_NOTHING):
         words += ["--dry-run", *AS_A_SCAN]
