@@ -21,8 +21,8 @@ from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import Sampling
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
-from scripts.bench.runs import generate_uncached
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench.runs import generate_uncached
 
 PROMPT = 8
 SMALLER = {"gpt2": {"width": 256, "num_heads": 4, "depth": 4, "vocab_size": 2048, "seq_len": 256}}

@@ -27,7 +27,7 @@ from mupax.train.parallel.processes import Processes
 from mupax.train.parallel.signals import StopRequest
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.results import Report
-from mupax.train.run.runtime import Runtime, Watchdog
+from mupax.train.run.runtime import Patience, Runtime, Watchdog
 from mupax.train.run.start import IN_FLIGHT, Position
 from scripts.bench.in_turns import compared
 
@@ -72,7 +72,9 @@ class Loop:
         """Seconds per step, after two that are not counted, from the first batches on."""
         processes = Processes()
         processes.index = 1  # of several, this one writes and draws nothing
-        rt = Runtime(self.config, Path(), None, False, processes, StopRequest(), Watchdog(None), rich_console(quiet=True))
+        rt = Runtime(
+            self.config, Path(), None, False, processes, StopRequest(), Watchdog(None), rich_console(quiet=True)
+        )
         report, feed, began = (
             Report(self.program, self.data, rt, Position(self.state, 0, keeps_rows=False), 0.0, 0),
             self.program.train_feed(),
