@@ -73,7 +73,15 @@ class Loop:
         processes = Processes()
         processes.index = 1  # of several, this one writes and draws nothing
         rt = Runtime(
-            self.config, Path(), None, False, processes, StopRequest(), Watchdog(None), rich_console(quiet=True)
+            self.config,
+            Path(),
+            None,
+            False,
+            processes,
+            StopRequest(),
+            Watchdog(None),
+            rich_console(quiet=True),
+            Patience(),
         )
         report, feed, began = (
             Report(self.program, self.data, rt, Position(self.state, 0, keeps_rows=False), 0.0, 0),

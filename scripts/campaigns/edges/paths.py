@@ -40,7 +40,7 @@ COMMON = {
     "gs:": "gs:",
 }
 """Names that every command is tried with."""
-OTHERS = {
+RARE_NAMES = {
     "percent": "50%",
     "percent-encoded": "%41%2F",
     "hash": "a#b",
@@ -87,7 +87,7 @@ OTHERS = {
     "ends as a file": "a.json",
     "repository": "org--name@main",
 }
-NAMES = COMMON | OTHERS
+NAMES = COMMON | RARE_NAMES
 
 VOLATILE = {"seconds", "command", "workdir", "path", "versions", "git", "time", "created", "run"}
 """Fields that differ from one run to the next."""
@@ -230,10 +230,10 @@ class Inputs:
 def trials(shared: Path, seed: int) -> list[Trial]:
     """Return the trials: a run with every name, quick commands with many, others with few."""
     inputs = functools.cache(lambda: Inputs(shared))
-    others = list(OTHERS)
+    rare_names = list(RARE_NAMES)
     pairs: list[tuple[str, str]] = []
     for index, label in enumerate(QUICK):
-        turned = [others[(seed + MANY * index + turn) % len(others)] for turn in range(MANY)]
+        turned = [rare_names[(seed + MANY * index + turn) % len(rare_names)] for turn in range(MANY)]
         pairs += [(label, title) for title in (*COMMON, *turned)]
     pairs += [(TRAINED, title) for title in NAMES]
     for title in COMMON:
@@ -241,14 +241,14 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     for title in ("all at once", "not UTF-8"):
         pairs += [(label, title) for label in SLOW]
 
-    found: list[Trial] = []
+    all_trials: list[Trial] = []
     for label, title in dict.fromkeys(pairs):
         run_trial = functools.partial(attempt, inputs, label, ACTS[label], NAMES[title])
-        found.append(Trial(f"{label}: {title}", label, run_trial))
+        all_trials.append(Trial(f"{label}: {title}", label, run_trial))
     for label, act in WAYS.items():
         run_trial = functools.partial(attempt, inputs, label, act, "w")
-        found.append(Trial(f"way: {label}", "ways of writing a path", run_trial))
-    return found
+        all_trials.append(Trial(f"way: {label}", "ways of writing a path", run_trial))
+    return all_trials
 
 
 def attempt(inputs: Callable[[], Inputs], label: str, act: Callable[[Case], Any], name: str, folder: Path) -> Outcome:
@@ -291,14 +291,14 @@ def run(
     began = time.monotonic()
     pid = fork(words, out, environ, cwd or folder)
     code = wait(pid, 240.0)
-    ended = Ended(code, said(out), time.monotonic() - began)
+    ended = Ended(code, output_of(out), time.monotonic() - began)
     outcome = judge(ended, codes)
     if outcome.verdict != "ok":
         raise Failed(Outcome(outcome.verdict, f"{' '.join(words[:2])}: {outcome.detail}"))
     return out.read_text(errors="replace")
 
 
-def said(out: Path) -> str:
+def output_of(out: Path) -> str:
     """Return standard output and standard error of a command."""
     files = [file for file in (out, out.with_suffix(".err")) if file.exists()]
     return "\n".join(file.read_text(errors="replace") for file in files)
@@ -364,13 +364,13 @@ def json_numbers(file: Path) -> Any:
 
 def digests(folder: Path, ending: str) -> dict[str, str]:
     """Return the digest of every file below a folder whose name ends so."""
-    found = {}
+    digests = {}
     for place, _, names in os.walk(folder):
         for name in names:
             if name.endswith(ending):
                 content = (Path(place) / name).read_bytes()
-                found[str((Path(place) / name).relative_to(folder))] = hashlib.sha256(content).hexdigest()
-    return found
+                digests[str((Path(place) / name).relative_to(folder))] = hashlib.sha256(content).hexdigest()
+    return digests
 
 
 # Commands. Each gives something that must not depend on the name.
@@ -456,7 +456,7 @@ def serve(case: Case) -> Any:
             answer = json.loads(urllib.request.urlopen(request, timeout=90).read())["choices"][0]["text"]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
-    outcome = judge(Ended(wait(pid, 60), said(out), 60.0), [0, 130])
+    outcome = judge(Ended(wait(pid, 60), output_of(out), 60.0), [0, 130])
     if outcome.verdict != "ok":
         raise Failed(outcome)
     return answer

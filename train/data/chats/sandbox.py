@@ -235,8 +235,8 @@ class _Counting(visitor.NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
         self.generic_visit(node)
-        first, *others = node.nodes
-        return nodes.Filter(first, "_joined", others, [], None, None, lineno=node.lineno)
+        first, *arguments = node.nodes
+        return nodes.Filter(first, "_joined", arguments, [], None, None, lineno=node.lineno)
 
 
 class Generation(ext.Extension):

@@ -130,9 +130,9 @@ def check_features(file: Path) -> None:
     connector = tfds.features.FeatureConnector
     own = {f"{kind.__module__}.{kind.__name__}" for kind in vars(tfds.features).values() if isinstance(kind, type)}
     # Classes that were defined in this process; their code was run on the user's word.
-    known = own | set(connector._registered_features)
+    allowed = own | set(connector._registered_features)
     for name in _class_names(fields):
-        if name not in known:
+        if name not in allowed:
             raise DataError(
                 f"{file} names the class {disk.shown(name)}, which is no feature of TFDS, and no code of a data set's is run. If it "
                 "is yours, add --plugin MODULE with the module that has it"

@@ -46,9 +46,9 @@ def digest(files: Sequence[Path], note: cache.Note) -> str:
     local = [path for path in files if not is_remote(path)]
     names = [str(path.absolute()) for path in local]
     record = cache.root() / "contents" / f"{cache.digest(*names)}.jsonl"
-    known = _read(record)
+    recorded = _read(record)
     stamps = {name: stamp(path) for name, path in zip(names, local, strict=True)}
-    current = {name: content for name, (before, content) in known.items() if stamps.get(name) == before}
+    current = {name: content for name, (before, content) in recorded.items() if stamps.get(name) == before}
     changed = [name for name in names if name not in current]
     if sum(stamps[name][0] for name in changed) >= _NOTED_BYTES:
         note(f"reading {len(changed)} files, to see whether they have changed")
@@ -90,12 +90,12 @@ def _content_digest(name: str) -> str:
 
 def _read(record: Path) -> dict[str, tuple[Stamp, str]]:
     """Return the recorded stamp and digest of each file; nothing of what is damaged or missing."""
-    known: dict[str, tuple[Stamp, str]] = {}
+    recorded: dict[str, tuple[Stamp, str]] = {}
     with contextlib.suppress(OSError, disk.JsonError, KeyError), record.open("rb") as file:
         for line in file:
             fields = disk.json_object(line, "a line")
-            known[fields["path"]] = (fields["stamp"], fields["content"])
-    return known
+            recorded[fields["path"]] = (fields["stamp"], fields["content"])
+    return recorded
 
 
 def _write(record: Path, entries: Sequence[tuple[str, Stamp, str]]) -> None:

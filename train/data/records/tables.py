@@ -338,10 +338,10 @@ class _Cursor:
                     f"cannot read {self._path}: row group {self.group} has fewer rows than it says"
                 )
             self._pending = batch.column(0)
-        taken = self._pending[:count]
-        self._pending = self._pending[len(taken) :]
-        self.row += len(taken)
-        return taken
+        rows = self._pending[:count]
+        self._pending = self._pending[len(rows) :]
+        self.row += len(rows)
+        return rows
 
     def skip_to(self, row: int) -> None:
         """Leave out the rows before one."""

@@ -291,7 +291,7 @@ class Subwords:
         """
         parts: list[tuple[np.ndarray, np.ndarray]] = []
         begin = 0  # of the next stretch
-        kept = 0  # characters that have tokens
+        encoded_end = 0  # characters that have tokens
         while True:
             stop = min(len(text), begin + self._batch_bytes)
             with self._calling():
@@ -300,7 +300,7 @@ class Subwords:
             places = places + begin
             if parts:
                 before_ids, before_places = parts[-1]
-                edge = _common_edge(before_places[:, 1], places[:, 0], begin, kept)
+                edge = _common_edge(before_places[:, 1], places[:, 0], begin, encoded_end)
                 count = int(np.searchsorted(before_places[:, 1], edge, side="right"))
                 parts[-1] = (before_ids[:count], before_places[:count])
                 first = int(np.searchsorted(places[:, 0], edge, side="left"))
@@ -309,7 +309,7 @@ class Subwords:
             parts.append((ids, places))
             if stop == len(text):
                 break
-            kept = stop
+            encoded_end = stop
             begin = max(begin + 1, stop - min(_OVERLAP, self._batch_bytes // 2))
         return np.concatenate([ids for ids, _ in parts]), np.concatenate([places for _, places in parts])
 

@@ -222,8 +222,8 @@ def _links() -> Iterator[Sample]:
     yield Sample(
         "push: the cache of the hub", "links", _hub_cache, functools.partial(_push, path="link"), LOADS, "config.json"
     )
-    kept = functools.partial(_linked, name="vocab.txt")
-    yield Sample("zoo import: vocab.txt is a link to a secret", "links", kept, _import, REFUSED, "vocab.txt")
+    linked_import = functools.partial(_linked, name="vocab.txt")
+    yield Sample("zoo import: vocab.txt is a link to a secret", "links", linked_import, _import, REFUSED, "vocab.txt")
 
 
 def _push(folder: Path, path: str = "model") -> int:

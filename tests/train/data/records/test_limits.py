@@ -53,13 +53,13 @@ def test_a_line_that_is_too_long_is_refused_or_left_out(tmp_path: Path, capsys: 
     code, text = prepare(capsys, name, "--limits.record-mib", "1", "--on-broken", "skip")
     assert code == 0
     assert "1 record" in text
-    kept = len(
+    num_tokens = len(
         b"".join(json.loads(line)["text"].encode() for line in (GOOD + GOOD.replace(b"number", b"other")).splitlines())
     )
     numbers = [
         int(word.replace(",", "")) for word in text.replace("prepared:", " ").split() if word.replace(",", "").isdigit()
     ]
-    assert kept + 80 in [numbers[-2] + numbers[-1]]  # every other text with the end of its document
+    assert num_tokens + 80 in [numbers[-2] + numbers[-1]]  # every other text with the end of its document
     assert prepare(capsys, name)[0] == 0  # the usual limit is above
 
 
