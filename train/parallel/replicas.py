@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
-    from jaxlib._jax import Device
+    from jax import Device
 
 
 def by_name(tree: Any) -> dict[str, jax.Array]:

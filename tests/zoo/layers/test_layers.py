@@ -160,7 +160,7 @@ def test_rotary_logits_depend_on_distance_alone() -> None:
 def test_rotary_by_a_product_is_the_same_numbers(dtype: str) -> None:
     # The way of TPUs, by operations that round as written: bit for bit forward and backward.
     x, weights, _ = (y.astype(dtype) for y in projections(3, 3, size=8))
-    angle = jnp.arange(7.0)[:, None] * 50.0 ** (-jnp.arange(4.0) / 4)
+    angle = jnp.arange(7.0)[None, :, None] * 50.0 ** (-jnp.arange(4.0) / 4)
 
     def run(way: Callable[[jax.Array], jax.Array]) -> Any:
         with jax.disable_jit():

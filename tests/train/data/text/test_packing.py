@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax import disk
 from mupax.train import data
 from mupax.train.data import cache
 from mupax.train.data.text import packing, shares, tokenizer
@@ -320,7 +321,7 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(data.DataError, match=r"cannot write .*No space left on device\. Make room"):
+    with pytest.raises(disk.DiskError, match=r"cannot write .*No space left on device\. Make room"):
         prepare()
 
 

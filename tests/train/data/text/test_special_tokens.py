@@ -23,7 +23,7 @@ from mupax.train.data.chats.templates import Template, checked
 from mupax.train.data.interface import Data
 from mupax.train.data.text import named_tokenizers, packing, shares
 from mupax.train.data.text.tokenizer import Subwords
-from mupax.train.reuse.serve.service import Service
+from mupax.train.reuse.serve import service as serving
 from mupax.zoo.configs import DecoderConfig
 
 pytestmark = pytest.mark.core
@@ -262,7 +262,9 @@ def test_messages_that_quote_nothing_have_the_same_tokens() -> None:
     np.testing.assert_array_equal(encoded(CHATML, "text", talk)[0], encoded(CHATML, "parse", talk)[0])
 
 
-def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained() -> None:
+def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Prompts are encoded before a worker has them, so none is needed.
+    monkeypatch.setattr(serving, "Worker", lambda *_: SimpleNamespace(stop=lambda: None))
     encoder = Subwords(Path("t.json"))
     text = CHATML.render(TALK[:1], prompt=True)
     for mode, stops in (("text", 1), ("parse", 3)):
@@ -271,7 +273,7 @@ def test_a_prompt_of_a_chat_is_encoded_as_the_run_was_trained() -> None:
         assert prompt == text
         assert (ids == encoder.find(STOP)).sum() == stops
         assert encoder._library.decode(ids.tolist(), skip_special_tokens=False) == text
-        service = Service(
+        service = serving.Service(
             "m", SimpleNamespace(config=SimpleNamespace(data=config, model=MODEL)), encoder, CHATML, (), None
         )  # pyright: ignore
         np.testing.assert_array_equal(service._chat_encoder.prompt(TALK[:1])[1], ids)

@@ -107,7 +107,7 @@ def test_its_state_is_carried_into_another_form(resumed: Done, address: str, cap
     assert main(["convert", address, "--form", "plain", "--out", f"{address}-plain"]) == 0
     assert saved_run.find(path_of(f"{address}-plain")).step == STEPS
     assert main(["convert", address, "--form", "plain", "--out", f"{address}-plain"]) == 2
-    assert f"--out {address}-plain is not an empty folder" in capsys.readouterr().err
+    assert f"--out {address}-plain is complete" in capsys.readouterr().err
 
 
 def test_weights_go_out_and_come_in(resumed: Done, address: str) -> None:
