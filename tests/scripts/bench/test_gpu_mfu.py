@@ -120,17 +120,7 @@ def test_no_steps_and_no_minutes_are_refused(words: list[str], capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_command_measures_small_models_and_a_sweep(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A small model's point by its own command is the test above; here a process only has to be asked for one.
-    measured = {"step_s": 0.1, "units_per_s": 5.0, "unit": "image", "mfu": None, "device": "cpu", "flops_per_s": 1.0}
-    answer = gpu_mfu.answer
-    monkeypatch.setattr(
-        gpu_mfu,
-        "answer",
-        lambda point, args, timeout_s: answer(point, args, timeout_s) if point.model == SWEEP else measured,
-    )
+def test_the_command_measures_small_models_and_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--models", "vit-s16", SWEEP, "--sides", "mupax", "--tiny", "--steps", "2"]
     assert gpu_mfu.main(words) == 0
     shown = capsys.readouterr().out
