@@ -218,7 +218,7 @@ def nested_deeper(value: Any, levels: int) -> bool:
         value: as JSON or YAML has it.
         levels: the most that are not too many.
     """
-    level = [value]
+    level = [value] if isinstance(value, dict | list) else []
     for _ in range(levels):
         inner: list[Any] = []
         for container in level:

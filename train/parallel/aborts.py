@@ -1,8 +1,9 @@
-"""Where a library of a process of several aborts it: the others are told, and a lost coordinator is a message.
+"""Where a library of a process of several aborts it: the others are told, and the end is a message.
 
 JAX's client aborts its process as soon as the coordinator, which is process 0, is gone. It has a callback for that, which
 jaxlib 0.10 to 0.12 cannot call (its argument has no form in Python): the attempt ends in an abort too, but without the trace of the
 stack. Python's own handlers only note a signal, and an abort goes on after them; so this one is called by the C library.
+JAX's coordinator aborts too when the wall clock of its machine jumps: it then takes every process for dead.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
         told.join(_ANSWER_S)
         if coordinator is None:
             time.sleep(_ANSWER_S)  # until the others have read it: this process takes the store with it
-        library.signal(number, ctypes.cast(int(signal.SIG_DFL), _HANDLER))  # and the abort goes on
+        leave(
+            1,
+            "error: a library has aborted this process; its own lines above say why. The same command with --resume goes on from "
+            "the newest checkpoint",
+        )
 
     library = ctypes.CDLL(None)
     library.signal.argtypes, library.signal.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p

@@ -19,7 +19,7 @@ import jax
 from jax._src import distributed as _distributed  # the store has no public name
 
 from mupax import terminal
-from mupax.errors import MupaxError
+from mupax.errors import MupaxError, MupaxFailure
 from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
 from mupax.train.parallel import aborts
@@ -260,6 +260,12 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
         yield processes
     except BaseException as error:
         processes.fail(error)
+        if "Gloo" in str(error):
+            reason = str(error).splitlines()[0]
+            raise MupaxFailure(
+                f"the connection to another process broke ({reason[:200]}); the same command with --resume goes on from the "
+                "newest checkpoint"
+            ) from error
         raise
     processes.close()
     # Everything is done and saved; another that dies now must not hold this one for minutes.

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mupax.disk import DEEPEST, nested_deeper
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Decay
@@ -131,13 +132,16 @@ def of_json(contents: Any, source: str) -> Dump:
 def read_json(path: Path) -> Any:
     """What a JSON file holds; raises PresetError where it cannot be read."""
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
     except OSError as error:
         raise PresetError(f"{path} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise PresetError(f"{path} is no JSON: {error}") from None
     except RecursionError:
         raise PresetError(f"{path} is no JSON of parameters: nested too deep") from None
+    if nested_deeper(content, DEEPEST):  # which the reader of JSON takes from Python 3.13 on
+        raise PresetError(f"{path} is no JSON of parameters: nested too deep")
+    return content
 
 
 def _check_keys(where: str, entry: Any, allowed: tuple[str, ...]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mupax.buckets import path_of
+from mupax.disk import DEEPEST, nested_deeper
 from mupax.train.config import data_sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_to_json, to_json, with_current_pixels
@@ -99,6 +100,8 @@ def _read(path: str) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ConfigError(f"{path} cannot be read: {reason}") from None
+    if nested_deeper(content, DEEPEST):  # which the reader of JSON takes from Python 3.13 on
+        raise ConfigError(f"{path} cannot be read: nested too deep")
     inner = content.get("config", content) if isinstance(content, dict) else None
     if not isinstance(inner, dict) or not all(isinstance(name, str) for name in inner):
         raise ConfigError(f"{path} holds no named fields; write them as `--print-config` does")
