@@ -31,6 +31,8 @@ _SHUTDOWN_S = 30.0
 """How long the processes of a finished run may take to part."""
 _FOREVER_MS = 7 * 24 * 3600 * 1000
 """Another process may prepare data for hours; its failure ends the wait."""
+_CLOCK_S = 30 * 24 * 3600
+"""JAX tells silence by the wall clock, which may jump. The watch here tells it by the monotonic one, and much earlier."""
 _ALIVE, _FAILED, _WAITS = "mupax/alive", "mupax/failed", "mupax/waits"
 
 
@@ -247,7 +249,7 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
             jax.distributed.initialize(
                 **address,
                 initialization_timeout=config.timeout_seconds + 60,
-                heartbeat_timeout_seconds=config.heartbeat_seconds + 60,
+                heartbeat_timeout_seconds=config.heartbeat_seconds + _CLOCK_S,
             )
     finally:
         late.cancel()
