@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
             )
         chat = "chat and completions" if service.template else "completions, no chat template"
         terminal.say(f"serving {one_line(service.name)} ({chat}) at {server.url}; Ctrl-C ends it")
+        # Ctrl-C in the very moment in which uvicorn starts leaves a coroutine of it that has not begun.
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
         try:
             server.serve_forever()
         finally:
