@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-if TYPE_CHECKING:
-    from jax import Device
 
 
 def by_name(tree: Any) -> dict[str, jax.Array]:
@@ -77,7 +74,7 @@ def difference(arrays: Mapping[str, jax.Array], parts: Sequence[Mapping[str, Any
     """
     sums = {device: row for part in parts for device, row in part["sums"].items()}
     for number, (name, array) in enumerate(arrays.items()):
-        first: dict[Any, Device] = {}
+        first: dict[Any, Any] = {}
         for device, index in array.sharding.devices_indices_map(array.shape).items():
             place = tuple(axis.indices(size) for axis, size in zip(index, array.shape, strict=True))
             before = first.setdefault(place, device)
@@ -86,9 +83,9 @@ def difference(arrays: Mapping[str, jax.Array], parts: Sequence[Mapping[str, Any
     return ""
 
 
-def _described(name: str, device: Device, before: Device, parts: Sequence[Mapping[str, Any]]) -> str:
-    def holder(of: Device) -> str:
-        return f"process {of.process_index} ({parts[of.process_index]['host']})"
+def _described(name: str, device: Any, before: Any, parts: Sequence[Mapping[str, Any]]) -> str:
+    def holder(owner: Any) -> str:
+        return f"process {owner.process_index} ({parts[owner.process_index]['host']})"
 
     if device.process_index == before.process_index:
         return f"{name} differs between two devices of {holder(device)}, {before.id} and {device.id}"
