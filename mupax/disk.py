@@ -168,7 +168,6 @@ def hidden_beside(path: Path, ending: str) -> Path:
     """Return a hidden name beside a file, for what becomes the file when it is whole.
 
     Args:
-        path: of the file.
         ending: of the hidden name. Where its name and the ending are too long for a disk, a digest stands for the name.
     """
     name = f".{path.name}{ending}"

@@ -49,8 +49,8 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
         return None
     content = disk.read_json(folder / MARK)
     names = content.get("names")
-    whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not whole or not isinstance(content.get("complete"), bool) or not isinstance(content.get("command"), str):
+    has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not has_names or not isinstance(content.get("complete"), bool) or not isinstance(content.get("command"), str):
         raise disk.JsonError(f"{folder / MARK}: not the mark of a folder; delete it if the folder is as it should be")
     return content
 

@@ -140,10 +140,10 @@ def without_stand_ins(text: str) -> str:
 
 def storage_url(name: str) -> str:
     """Return the URL by which tensorstore opens what `plainly_named` has named, percent-encoded."""
-    scheme, separator, rest = name.partition("://")
-    if not separator:
-        scheme, rest = "file", name
-    return f"{scheme}://{urllib.parse.quote(rest)}"
+    if "://" not in name:
+        return f"file://{urllib.parse.quote(name)}"
+    scheme, _, path = name.partition("://")
+    return f"{scheme}://{urllib.parse.quote(path)}"
 
 
 def remove_tree(folder: Path) -> None:

@@ -199,7 +199,6 @@ def leave(code: int, text: str = "") -> NoReturn:
     """End the process at once, from any thread: the main one may be where no exception reaches it.
 
     Args:
-        code: of the process.
         text: printed on standard error, as far as that takes what is written to it.
     """
 

@@ -236,7 +236,6 @@ def exit_code(main: Callable[[list[str]], int], argv: Sequence[str], interrupts:
 
     Args:
         main: takes the words of the command line.
-        argv: its words.
         interrupts: signals of the process. After one of them no error is printed.
     """
     _print_any_name()

@@ -35,7 +35,6 @@ class NamedSave:
     """A save that orbax has begun, and the name that it writes under, which stays good until orbax has ended.
 
     Args:
-        response: of orbax.
         naming: entered `plainly_named`.
     """
 

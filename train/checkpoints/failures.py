@@ -79,11 +79,7 @@ def loaded(checkpoint: Path, abstract: Any) -> Any:
 
 
 def metadata(checkpoint: Path) -> Any:
-    """Return the arrays of a checkpoint without their values: a tree of shapes and types, by orbax.
-
-    Args:
-        checkpoint: its folder.
-    """
+    """Return the arrays of a checkpoint without their values: a tree of shapes and types, by orbax."""
     from orbax.checkpoint import v1 as ocp
 
     with plainly_named(checkpoint) as name:

@@ -19,8 +19,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import xxhash
-
 from mupax import disk, folders, terminal
 from mupax.errors import MupaxError
 from mupax.folders import MARK, HalfMadeError
@@ -36,7 +34,6 @@ _HALF_MARK = f".{MARK}.partial"
 """What a kill leaves of a mark that is being written."""
 _LAST = ("model.safetensors.index.json", "model.json", "config.json")
 """Files by which programs take a folder for a model, in the order in which they come, behind all others."""
-_NAME_BYTES = 255
 _SCRATCH = "mupax-scratch-"
 _RUNNING_S = 60.0
 """Age from which a folder of `scratch` without a process is deleted: a new one is not locked yet."""
@@ -52,7 +49,6 @@ def is_made(out: Path, command: Sequence[str]) -> bool:
     The second is so after a kill in the last moment, when the folder was complete and the command had not said so.
 
     Args:
-        out: the folder.
         command: words of the command, as `making` takes them.
 
     Raises:
@@ -198,10 +194,7 @@ def _made_in_place(out: Path, command: Sequence[str], names: Sequence[str]) -> I
 
 def _sibling(out: Path) -> Path:
     """Return the temporary folder of one that is missing, on the same file system."""
-    name = f".{out.name}{PART}"
-    if len(os.fsencode(name)) > _NAME_BYTES:
-        name = f".{xxhash.xxh3_64_hexdigest(os.fsencode(out.name))}{PART}"
-    return out.absolute().parent / name
+    return disk.hidden_beside(out.absolute(), PART)
 
 
 @contextlib.contextmanager
@@ -260,8 +253,8 @@ def _delete_half(out: Path) -> None:
 
 def _check_own(out: Path, names: Iterable[str]) -> None:
     """Refuse a folder that holds something else than a killed command has left."""
-    own = {*names, MARK, _HALF_MARK, LOCK, PART}
-    foreign = [name for name in disk.names(out) if name not in own]
+    made_names = {*names, MARK, _HALF_MARK, LOCK, PART}
+    foreign = [name for name in disk.names(out) if name not in made_names]
     if foreign and disk.status(out / MARK) is None:
         raise OutError(f"--out {out} is not an empty folder; give another one")
     if foreign:

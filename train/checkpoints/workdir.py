@@ -232,7 +232,6 @@ def surroundings(flags: Mapping[str, Any], environment: Mapping[str, Any] | None
     """Return what config.json says of the machine, the packages and the compiler.
 
     Args:
-        flags: of the compiler.
         environment: facts of the process that trains (`parallel.environment`); `None` for a command that trains nothing.
     """
     content: dict[str, Any] = {
@@ -315,7 +314,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """As `_read_record`; empty where a folder has no config.json and no checkpoint that kept it."""
+    """Return the record of a run, also while its folder is being made; empty if no config.json and no checkpoint has one."""
     return _read_record(path) if disk.status(path / RECORD) or newest_record(path / CHECKPOINTS) else {}
 
 

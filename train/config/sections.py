@@ -192,7 +192,8 @@ class FaultsConfig:
     watchdog_seconds: float | None = 600.0
     """Print what every thread is at when nothing was finished for so long; compiling does not count. None never does."""
     collective_seconds: float | None = 45.0
-    """With several processes, end all of them when a step waits so much longer than the longest one before. None never does."""
+    """With several processes, end all of them when a step waits so much longer than the longest one before.
+    Before the first step that is 0: a first step of more seconds needs a larger value. None never ends them."""
     memory_check: bool = True
     """Refuse a run that needs more memory than the devices have left, before its first step."""
 

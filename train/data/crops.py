@@ -157,8 +157,8 @@ def fitted(pixels: PixelsConfig, size: int) -> View:
             # Scaled as a whole, a line of a million pixels would fill the memory.
             box = (left * W / width, top * H / height, (left + size) * W / width, (top + size) * H / height)
             return _resized(image, box, (size, size), pixels.interpolation)
-        whole = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
-        return whole[top : top + size, left : left + size]
+        resized = _resized(image, (0, 0, W, H), (height, width), pixels.interpolation)
+        return resized[top : top + size, left : left + size]
 
     fit = centre if pixels.fit == "centre" else scaled
     return lambda images, uniforms: np.stack([fit(image) for image in images])

@@ -188,14 +188,17 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change] |
     """
     if not isinstance(before.get("environment"), Mapping):
         return None
-    groups = _groups(before), _groups(now)
+    old_facts = _groups(before)
+    new_facts = _groups(now)
+    is_other_jax = old_facts.get("jax") != new_facts.get("jax")
     changed = []
-    for name in (*groups[1], *(name for name in groups[0] if name not in groups[1])):
-        old, new = groups[0].get(name, _MISSING), groups[1].get(name, _MISSING)
+    for name in new_facts | old_facts:
+        old = old_facts.get(name, _MISSING)
+        new = new_facts.get(name, _MISSING)
         if old == new:
             continue
         # Another JAX has other options; its version is a line of its own.
-        if name.startswith("jax_") and _MISSING in (old, new) and groups[0].get("jax") != groups[1].get("jax"):
+        if is_other_jax and name.startswith("jax_") and _MISSING in (old, new):
             continue
         changed.append(Change(name, *_shown(old, new), name not in _SAME_BITS))
     return changed

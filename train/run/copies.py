@@ -41,8 +41,6 @@ class CopyCheck:
 
         Args:
             state: that the run starts from.
-            data: of the run.
-            step: steps done.
 
         Raises:
             AgreementError: what differs on which process.
@@ -72,7 +70,6 @@ class CopyCheck:
 
         Args:
             state: whose arrays lie on the devices.
-            step: steps done.
             checkpoints: of the run; the newest stays the last one.
 
         Raises:

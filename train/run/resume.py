@@ -123,7 +123,6 @@ def announce(
     Args:
         config: of this part of the run.
         runtime: its surroundings, with its folder.
-        step: steps done.
         sets: facts of each further evaluation set, by name.
         checkpoints: those of the run, with the settings of this part.
         now: machine, packages and compiler of this part of the run (`workdir.surroundings`).

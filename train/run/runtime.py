@@ -75,12 +75,13 @@ class Watchdog:
                 faulthandler.dump_traceback(sys.__stderr__ or 2)
 
 
-STEP, EVALUATION = "step", "evaluation"
+STEP = "step"
+EVALUATION = "evaluation"
 """Kinds of programs that run on all devices and are compiled before."""
 
 
 class Patience:
-    """How long this process waits for a program on all devices, against the longest such wait so far.
+    """Clock of this process's waits for programs on all devices, compared with the longest wait so far.
 
     A program waits in a collective operation where the network between processes is cut. Only the time inside of `program`
     counts: compiling, reading data and saving do not.
@@ -111,7 +112,6 @@ class Patience:
         """Note how long a program took.
 
         Args:
-            kind: of the program.
             seconds: from its beginning, or from the end of the one before it.
         """
         self._longest[kind] = max(self._longest.get(kind, 0.0), seconds)

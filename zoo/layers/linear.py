@@ -222,7 +222,7 @@ def rotary(
 
 @jax.custom_vjp
 def _turned(x_BTHN: jax.Array, cos_BTM: jax.Array, sin_BTM: jax.Array) -> jax.Array:
-    """The same numbers by a product: (a, b) is (-b, a) after a matrix of 0, 1 and -1, exactly.
+    """Return the rotation of `rotary` by a product: (a, b) is (-b, a) after a matrix of 0, 1 and -1, exactly.
 
     On TPU half a row is half of a vector's 128 lanes: to cut and to join rows there takes five times as long as the product.
     """

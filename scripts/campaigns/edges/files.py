@@ -49,7 +49,7 @@ def _tried(sample: Sample) -> Callable[[Path], Outcome]:
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-    """How a process that read a file ended.
+    """End of a process that read a file.
 
     Attributes:
         ended: its exit code and output.

@@ -85,11 +85,7 @@ MAKERS = {
 
 
 class Lab:
-    """What trials share: the worker, a bucket, and a trained run. All are made when the first trial needs them.
-
-    Args:
-        folder: holds it.
-    """
+    """Worker, bucket and trained run that trials share. All are made when the first trial needs them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -60,7 +60,6 @@ class Running:
     """A server in a process of its own.
 
     Args:
-        model: folder to serve.
         *flags: of `mupax train serve`.
     """
 
@@ -146,11 +145,7 @@ class Running:
 
 
 class Shared:
-    """The server that most trials share, started by the first of them.
-
-    Args:
-        folder: of the campaign.
-    """
+    """The server that most trials share, started by the first of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -642,8 +637,6 @@ def leave(
     """Ask and leave.
 
     Args:
-        running: the server.
-        fields: of the request.
         sent: bytes of the request that are sent; all unless given.
         wait_s: time until the client leaves.
         read: bytes that it reads before.

@@ -81,8 +81,6 @@ class Child:
 
     Args:
         words: of the command, after `mupax`.
-        folder: of the trial.
-        environ: further variables.
         ignored: signals that it ignores from its start.
     """
 
@@ -126,7 +124,7 @@ class Child:
 
     @property
     def output(self) -> str:
-        """What it has printed so far, on both outputs."""
+        """Text printed so far, on both outputs."""
         return b"".join(self._pieces).decode(errors="replace")
 
     def maps(self, library: re.Pattern[str]) -> bool:
@@ -219,11 +217,7 @@ def saving(folder: Path) -> Moment:
 
 
 class Shared:
-    """Inputs of the trials, each made by the first that needs it.
-
-    Args:
-        folder: of the campaign.
-    """
+    """Inputs of the trials, each made by the first that needs it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -293,10 +287,8 @@ def interrupted(
     """Return a trial: a command gets signals at a moment, half a second apart, and ends by the first.
 
     Args:
-        shared: inputs.
         command: words, with names of inputs in place of their paths.
         moment: when the first signal is sent.
-        numbers: signals.
         cache: with compiled programs on disk.
         seconds: how long it may take to end after the last signal.
     """

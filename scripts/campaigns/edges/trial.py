@@ -24,7 +24,7 @@ _CXX_TRACE = re.compile(r"\*\*\* SIG|Fatal Python error|terminate called|core du
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a trial ended.
+    """End of a trial.
 
     Attributes:
         verdict: `ok`, or one of `FAULTS`.
@@ -111,7 +111,6 @@ def judge(ended: Ended, codes: Iterable[int]) -> Outcome:
     """Return the verdict on an exit code and on what was printed: `ok` if neither shows a fault.
 
     Args:
-        ended: the command.
         codes: exit codes that are right.
     """
     last_line = next((line for line in reversed(ended.output.splitlines()) if line.strip()), "")

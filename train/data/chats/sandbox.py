@@ -39,7 +39,7 @@ class TemplateLimitError(jinja2.TemplateError):
 
 
 class _Spent(threading.local):
-    """What a rendering in this thread has used."""
+    """Counters of the rendering in this thread."""
 
     turns = 0
     written = 0
@@ -286,7 +286,6 @@ def compiled(source: str, dated: bool, marks: str) -> jinja2.Template:
     """Return a template, compiled.
 
     Args:
-        source: of the template.
         dated, marks: as `environment` takes them.
 
     Raises:

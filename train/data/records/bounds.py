@@ -79,7 +79,6 @@ class BoundedStream(io.RawIOBase):
         unpacked: binary stream that unpacks `packed`.
         packed: the file, whose position tells how much of it was used.
         place: file, for the message.
-        limits: bounds on it.
     """
 
     def __init__(self, unpacked: Any, packed: Any, place: str, limits: LimitsConfig) -> None:
@@ -115,7 +114,6 @@ def check_ratio(place: str, unpacked: int, packed: int, limits: LimitsConfig) ->
         place: file, for the message.
         unpacked: bytes of all that was read so far.
         packed: bytes on disk that they come from.
-        limits: bounds on it.
 
     Raises:
         LimitError: `unpacked` is more than `WINDOW_BYTES`, and more than the ratio allows.

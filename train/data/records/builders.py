@@ -128,9 +128,11 @@ def check_features(file: Path) -> None:
     except disk.JsonError as error:
         raise DataError(str(error)) from error
     connector = tfds.features.FeatureConnector
-    own = {f"{kind.__module__}.{kind.__name__}" for kind in vars(tfds.features).values() if isinstance(kind, type)}
+    tfds_classes = {
+        f"{kind.__module__}.{kind.__name__}" for kind in vars(tfds.features).values() if isinstance(kind, type)
+    }
     # Classes that were defined in this process; their code was run on the user's word.
-    allowed = own | set(connector._registered_features)
+    allowed = tfds_classes | set(connector._registered_features)
     for name in _class_names(fields):
         if name not in allowed:
             raise DataError(

@@ -39,7 +39,6 @@ def pages(file: BinaryIO, start: int, size: int) -> Iterator[Page]:
     """Yield the headers of a column chunk's pages. What cannot be read as one ends them: the reader of values then says so.
 
     Args:
-        file: of Parquet.
         start: where the first page begins.
         size: bytes of all pages with their headers.
     """

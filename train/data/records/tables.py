@@ -209,10 +209,7 @@ def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> in
     All pages and these texts are checked against the limits.
 
     Args:
-        path: of the file.
-        field: the column.
         group: number of the row group.
-        limits: bounds on it.
 
     Raises:
         DamagedError: the file cannot be read.
@@ -230,10 +227,6 @@ def copied_bytes(path: Path, field: str, group: int, limits: LimitsConfig) -> in
 def check_columns(path: Path, limits: LimitsConfig) -> None:
     """Refuse a file of which some column unpacks to much more than its size on disk.
 
-    Args:
-        path: of the file.
-        limits: bounds on it.
-
     Raises:
         DamagedError: the file cannot be read.
         LimitError: a column is much larger than what the file has of it.
@@ -250,8 +243,6 @@ class _Cursor:
     """A place in a row group, of which a column is decoded few rows at a time.
 
     Args:
-        path: of the file.
-        field: the column.
         group: number of the row group.
         limits: bounds on its pages.
         copied: bytes of the texts in `copied_rows`, where they are known.
@@ -359,7 +350,6 @@ def _rows_at_once(headers: list[pages.Page], copied: int | None) -> int:
     """Return how many rows of a column can be decoded at once, in whatever way texts are spread over its pages.
 
     Args:
-        headers: of the pages.
         copied: bytes of all texts that are copies, where they are known.
     """
     most = _BATCH_ROWS[0]
@@ -429,7 +419,6 @@ def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
     """Open a Parquet file; the block gets the `ParquetFile`.
 
     Args:
-        path: of the file.
         dictionaries: leaf columns that are read as numbers of a dictionary.
     """
     from pyarrow import parquet
@@ -444,9 +433,6 @@ def opened(path: Path, dictionaries: list[str] | None = None) -> Iterator[Any]:
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Turn what pyarrow makes of a damaged file into an error of the data.
-
-    Args:
-        path: of the file.
 
     Raises:
         DamagedError: the content is damaged.

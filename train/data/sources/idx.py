@@ -155,8 +155,6 @@ def _array(file: Path, stream: Any, stored_bytes: int, limits: LimitsConfig) -> 
     """Return the array of an opened file. No more of it is unpacked than its header says.
 
     Args:
-        file: for messages.
-        stream: its unpacked content.
         stored_bytes: its size on disk.
         limits: bounds on what it may unpack to.
     """

@@ -118,7 +118,6 @@ def text_documents(
 
     Args:
         data_set: as `prepared` gives it.
-        config: names it.
         note: told if much is read to see whether the records have changed.
     """
     content = contents.digest(sorted(file for file in data_set.folder.iterdir() if file.is_file()), note)

@@ -48,7 +48,6 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
     """The data set of a data.name, hf:NAME[@REVISION][:SUBSET] or hf:FOLDER[:SUBSET].
 
     Args:
-        name: data.name.
         limits: bounds on what files of a folder unpack to.
 
     Raises:

@@ -38,7 +38,6 @@ def check_content(content: bytes, name: str) -> None:
     """Refuse a tokenizer.json that the library must not open.
 
     Args:
-        content: of the file.
         name: of the file, for the message.
 
     Raises:
@@ -70,7 +69,6 @@ def check_library(library: Any, ids: Collection[int], name: str) -> float:
 
     Args:
         library: `tokenizers.Tokenizer`.
-        ids: of its tokens.
         name: of the file, for the message.
 
     Raises:

@@ -53,7 +53,6 @@ class App:
     Requests that a proxy may read otherwise, or that a page of another site may have sent, are refused before they are routed.
 
     Args:
-        service: what answers.
         is_local: whether only this machine is answered.
     """
 

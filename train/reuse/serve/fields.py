@@ -115,7 +115,6 @@ def request(body: bytes | bytearray, *, is_chat: bool) -> Request:
     """A request from its JSON.
 
     Args:
-        body: as it came.
         is_chat: whether it came to /v1/chat/completions.
 
     Raises:

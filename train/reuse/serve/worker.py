@@ -42,7 +42,6 @@ class WorkerError(Exception):
     """A request that the worker could not finish.
 
     Args:
-        message: for the client.
         status: HTTP status, 500 or 503.
     """
 
@@ -172,7 +171,7 @@ class Worker:
                 self._score_jobs.append(job)
             else:
                 # A request that leaves a slot again is not new: only those that have not begun count.
-                if sum(not other.has_begun for other in self._jobs) >= self._max_waiting:
+                if sum(not queued.has_begun for queued in self._jobs) >= self._max_waiting:
                     raise BusyError
                 job.order = next(self._order)
                 job.waiting.extend(job.texts)

@@ -20,7 +20,6 @@ def note_changes(folder: Path, program: Program, note: Callable[[str], None], *,
     Rows of two environments may differ in bits. They stay comparable as far as seeds are.
 
     Args:
-        folder: of the sweep.
         program: of the next point.
         note: told a line for every change.
         goes_on: whether points of the folder are done or in training.

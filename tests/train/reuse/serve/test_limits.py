@@ -246,7 +246,8 @@ def test_a_full_queue_is_503_and_a_short_request_does_not_wait_for_long_ones(
     with asking(server, ENDLESS), asking(server, ENDLESS), asking(server, ENDLESS):
         until(lambda: len(service_of(server).worker._jobs) == 3)
         assert post(server, {**SHORT, "max_tokens": 40})[1]["choices"] == alone
-        assert len(service_of(server).worker._jobs) == 3  # they go on
+        # The three go on. The worker drops the short one at its next turn.
+        until(lambda: len(service_of(server).worker._jobs) == 3)
 
 
 def test_a_request_of_many_texts_leaves_slots_for_others(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
