@@ -16,6 +16,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,30 @@ FIRST, FINAL = 2, 5
 """Seeds of a search's moves, and of its last comparison and of every arm; an arm whose difference is not known yet has more."""
 HALF_WIDTH = 0.005
 """Half-width of a difference that needs no more seeds, in nats."""
+PROBE = 2
+"""Octaves by which a probed rate is raised and lowered."""
+GAIN = 0.005
+"""Nats that a probed group must gain to be searched at every size."""
+
+
+class Probe(NamedTuple):
+    """One group's rate moved to one side at four times the base.
+
+    Attributes:
+        group: of parameters.
+        octaves: by which its rate was moved.
+        gains: nats per seed by which the loss fell.
+    """
+
+    group: str
+    octaves: float
+    gains: list[float]
+
+    @property
+    def gain(self) -> float:
+        """Mean over seeds, minus infinity where a run diverged."""
+        mean = float(np.mean(self.gains))
+        return mean if np.isfinite(mean) else -np.inf
 
 
 class Measuring:
@@ -85,15 +110,67 @@ def measure(cell: Cell, stop: StopRequest) -> None:
     """Train a cell, and write its result.json after every size of an arm."""
     work = Measuring(cell, stop)
     base = work.searched(cell.arms[0], cell.sizes[0], cell.start, cell.searched)
-    tuning = work.seconds
-    settings: dict[str, list[Setting]] = {arm.label: [base] for arm in cell.arms}
-    compared = [arm for arm in cell.arms if not arm.ablation]  # at all sizes, before any ablation
-    for arms, size in itertools.product((compared, [arm for arm in cell.arms if arm.ablation]), cell.sizes[1:]):
+    study = Study(work, work.seconds, {arm.label: [base] for arm in cell.arms})
+    compared = [arm for arm in cell.arms if not arm.ablation]
+    ablations = [arm for arm in cell.arms if arm.ablation]  # after all sizes of the others
+    for arms, size in itertools.product((compared, ablations), cell.sizes[1:]):
         for arm in arms:
-            own = settings[arm.label]
-            search = arm.tuned and (arm.searches is None or len(own) <= arm.searches)
-            own.append(work.searched(arm, size, _ahead(own), arm.tuned) if search else own[-1])
-            _write(work, settings, tuning)
+            study.add_size(arm, size)
+            if arm.probed and size == cell.probe_size and study.probe(arm):
+                # A group joined the search: search the sizes so far again, with it.
+                study.settings[arm.label] = [base]
+                for smaller in cell.sizes[1 : cell.sizes.index(size) + 1]:
+                    study.add_size(arm, smaller)
+            _write(study)
+
+
+class Study:
+    """What a cell has found so far.
+
+    Args:
+        work: trains its points.
+        tuning: seconds that the search at the base took.
+        settings: label of an arm to its setting at every size, the base first.
+    """
+
+    def __init__(self, work: Measuring, tuning: float, settings: dict[str, list[Setting]]) -> None:
+        self.work = work
+        self.tuning = tuning
+        self.settings = settings
+        self.probes: dict[str, list[Probe]] = {}
+        self._joined: dict[str, tuple[str, ...]] = {}
+
+    def tuned(self, arm: Arm) -> tuple[str, ...]:
+        """Return the constants that are searched anew for an arm, those that joined by a probe included."""
+        return arm.tuned + self._joined.get(arm.label, ())
+
+    def add_size(self, arm: Arm, size: int) -> None:
+        """Search an arm's setting at the next size, or repeat the last one if the arm is not tuned there."""
+        own = self.settings[arm.label]
+        if arm.tuned and (arm.searches is None or len(own) <= arm.searches):
+            own.append(self.work.searched(arm, size, _ahead(own), self.tuned(arm)))
+        else:
+            own.append(own[-1])
+
+    def probe(self, arm: Arm) -> bool:
+        """Move the rate of every group that an arm does not search, and return whether one gained enough to join."""
+        cell = self.work.cell
+        size = cell.probe_size
+        centre = self.settings[arm.label][cell.sizes.index(size)]
+        probes: list[Probe] = []
+        for group in cell.groups():
+            constant = f"rates.{group}"
+            if constant in arm.tuned:
+                continue
+            for side in (-PROBE, PROBE):
+                moved = setting({**dict(centre), constant: dict(centre).get(constant, 0) + side})
+                before, after = self.work.losses(arm, size, [centre, moved], FIRST)
+                probes.append(Probe(group, side, [float(gain) for gain in before - after]))
+        joined = sorted({f"rates.{probe.group}" for probe in probes if probe.gain > GAIN})
+        self.probes[arm.label] = probes
+        self._joined[arm.label] = tuple(joined)
+        print(f"  {cell.name} {arm.label}: joined by {', '.join(joined) or 'no group'}", flush=True)
+        return bool(joined)
 
 
 def without_curves(folder: Path) -> None:
@@ -119,16 +196,20 @@ def _ahead(own: Sequence[Setting]) -> Setting:
     return setting({name: 2 * last.get(name, 0) - before.get(name, 0) for name in last.keys() | before.keys()})
 
 
-def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -> None:
-    cell, arms = work.cell, []
+def _write(study: Study) -> None:
+    """Train what each comparison lacks of its seeds, and write result.json."""
+    work = study.work
+    settings = study.settings
+    cell = work.cell
+    arms = []
     for arm in cell.arms:
         sizes = []
         for size, own in zip(cell.sizes, settings[arm.label], strict=False):
             seeds = FINAL
             against = _paired(work, arm, size, own, settings, seeds)
-            while (
-                against is not None and not arm.ablation and difference(against)[2] > HALF_WIDTH and seeds < cell.most
-            ):
+            unprobed = arm.probed and arm.label not in study.probes  # its setting may change
+            most = FINAL if arm.ablation or unprobed else cell.most
+            while against is not None and difference(against)[2] > HALF_WIDTH and seeds < most:
                 seeds += 1
                 against = _paired(work, arm, size, own, settings, seeds)
             sizes.append(
@@ -142,7 +223,7 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
         arms.append(
             {
                 "label": arm.label,
-                "tuned": list(arm.tuned),
+                "tuned": list(study.tuned(arm)),
                 "ablation": arm.ablation,
                 "reference": reference_of(cell, arm).label,
                 "sizes": sizes,
@@ -157,11 +238,18 @@ def _write(work: Measuring, settings: dict[str, list[Setting]], tuning: float) -
         "axis": cell.axis,
         "recipe": f"{cell.recipe} {cell.words}",
         "searched": list(cell.searched),
-        "tuning_seconds": round(tuning, 1),
+        "tuning_seconds": round(study.tuning, 1),
         "train_seconds": round(work.seconds, 1),
         "arms": arms,
+        "probes": {label: [_probe_record(probe) for probe in probes] for label, probes in study.probes.items()},
     }
     (cell.folder / "result.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _probe_record(probe: Probe) -> dict[str, Any]:
+    """Return a probe as JSON has it; a gain is None where a run diverged."""
+    gains = [float(f"{gain:.4g}") if np.isfinite(gain) else None for gain in probe.gains]
+    return {"group": probe.group, "octaves": probe.octaves, "gains": gains}
 
 
 def _paired(

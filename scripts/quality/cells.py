@@ -44,6 +44,7 @@ class Arm:
         constants: of the preset, from the grown size over the base's.
         ablation: whether it is `mup` with one rule as `sp` has it, held against `mup` alone.
         searches: sizes after the base at which `tuned` is searched, later ones take the last's setting; all unless given.
+        probed: whether the rates of all other groups are probed at four times the base; those that gain join `tuned`.
     """
 
     label: str
@@ -52,6 +53,7 @@ class Arm:
     constants: Constants = lambda m: {}
     ablation: bool = False
     searches: int | None = None
+    probed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,16 @@ class Cell:
     def folder(self) -> Path:
         """Where its rows are."""
         return OUT / self.name
+
+    @property
+    def probe_size(self) -> int:
+        """Size at which the rates of all other groups are probed: four times the base."""
+        return self.sizes[2]
+
+    def groups(self) -> tuple[str, ...]:
+        """Groups of the model's parameters that have a learning rate, in alphabetical order."""
+        model = self.config(self.arms[0], self.sizes[0], {}, 0).model
+        return tuple(sorted({spec.group for spec in model.parameters().values()}))
 
     def config(self, arm: Arm, size: int, setting: Setting, seed: int) -> Config:
         """The run of one point.
@@ -122,6 +134,7 @@ def _each(groups: tuple[str, ...], value: Callable[[float], float]) -> Constants
     return lambda m: {f"rates.{group}": value(m) for group in groups}
 
 
+SP = "sp, rate and readout's rate tuned anew"
 HALF = Arm("mup-half, readout std m^-1/2", "mup-half", constants=lambda m: {"readout_width": -0.5})
 """Attention's logits as `sp` has them, too."""
 ANEW = Arm(
@@ -141,7 +154,7 @@ WIDTH_ARMS = (
     HALF,
     ANEW,
     TWICE,
-    Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
+    Arm(SP, "sp", ("lr", "rates.readout")),
     Arm("embedding's rate as sp has it", "mup", ("lr",), _each(("token_embedding",), lambda m: 1 / m), ablation=True),
     Arm("gains' rates as sp has them", "mup", ("lr",), _each(GAINS, lambda m: 1 / m), ablation=True),
     Arm("readout's std as sp has it", "mup", ("lr",), lambda m: {"readout_width": -0.5}, ablation=True),
@@ -152,15 +165,31 @@ HEADS_ARMS = tuple(arm for arm in WIDTH_ARMS[:-1] if arm is not HALF)
 DEPTH_ARMS = (
     Arm("depth-mup, alpha_L 1", "depth-mup", constants=lambda m: {"alpha_l": 1.0}),
     Arm("depth-mup", "depth-mup"),
-    Arm("sp, rate and readout's rate tuned anew", "sp", ("lr", "rates.readout")),
+    Arm(SP, "sp", ("lr", "rates.readout")),
 )
 SEARCHED = ("lr", "rates.readout", "rates.token_embedding", "stds.readout")
 VIT_SEARCHED = ("lr", "rates.readout", "rates.patch_embedding", "stds.readout")
 SHORT = (("lr", -1), ("rates.readout", 3), ("rates.token_embedding", 4), ("stds.readout", -1))
 """Where 100 steps of the language model end at the base, and the search of 800 begins."""
 VIT_SHORT = (("lr", 1), ("rates.patch_embedding", 4), ("rates.readout", 3), ("stds.readout", 1))
-LONG_ARMS = tuple(arm for arm in WIDTH_ARMS if arm.label in (WIDTH_ARMS[0].label, "mup") or arm.preset == "sp")
+IMAGE_ARM = dataclasses.replace(WIDTH_ARMS[0], label=WIDTH_ARMS[1].label)
+"""First arm of image cells. `embedding_width` changes token embeddings alone, so with images both arms are one; rows have both constants."""
+
+
+def _retuned(embedding: str) -> Arm:
+    """Return `sp` with every constant that matters searched anew.
+
+    Args:
+        embedding: group of the parameter that reads the inputs.
+    """
+    searched = ("lr", "rates.readout", f"rates.{embedding}")
+    return Arm("sp, rate, readout's and embedding's rate tuned anew", "sp", searched, probed=True)
+
+
+_SP = next(arm for arm in WIDTH_ARMS if arm.label == SP)
+LONG_ARMS = (*WIDTH_ARMS[:3], _SP, _retuned("token_embedding"))
 """Of runs that take eight times as long: what is asked, and what a readout that starts as 1/m does."""
+LONG_IMAGE_ARMS = (IMAGE_ARM, WIDTH_ARMS[2], _SP, _retuned("patch_embedding"))
 WIDE, MORE, DEEP = (16, 32, 64, 128), (4, 8, 16, 32), (2, 4, 8, 16)
 
 
@@ -173,7 +202,8 @@ def _cells() -> dict[str, Cell]:
     cells: list[Cell] = []
     for axis, sizes, arms in (("head_dim", WIDE, WIDTH_ARMS), ("heads", MORE, HEADS_ARMS), ("depth", DEEP, DEPTH_ARMS)):
         cells.append(Cell(f"{axis}-100", "lm-tiny", _horizon(LM, 100), axis, sizes, SEARCHED, arms))
-    cells.append(Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, WIDTH_ARMS[:7]))
+    short = (IMAGE_ARM, *WIDTH_ARMS[2:7])
+    cells.append(Cell("vit-100", "vit-endless", _horizon(VIT, 100), "head_dim", WIDE, VIT_SEARCHED, short))
     long = (("head_dim", WIDE, LONG_ARMS, 8), ("heads", MORE, LONG_ARMS, 8), ("depth", DEEP, DEPTH_ARMS, 12))
     for axis, sizes, arms, most in long:  # in depth seeds differ by more
         run = _horizon(LM, 800)
@@ -181,7 +211,16 @@ def _cells() -> dict[str, Cell]:
     images = _horizon(VIT, 800)
     cells.append(
         Cell(
-            "vit-800", "vit-endless", images, "head_dim", WIDE, VIT_SEARCHED, LONG_ARMS, VIT_SHORT, finalists=2, most=8
+            "vit-800",
+            "vit-endless",
+            images,
+            "head_dim",
+            WIDE,
+            VIT_SEARCHED,
+            LONG_IMAGE_ARMS,
+            VIT_SHORT,
+            finalists=2,
+            most=8,
         )
     )
     return {cell.name: cell for cell in cells}
