@@ -1,6 +1,6 @@
 """Measures what a tuned preset is worth: writes docs/quality/ and docs/quality.md.
 
-    python -m scripts.quality [CELL ...] [--render] [--list]
+    python -m scripts.quality [CELL ...] [--rates] [--render] [--list]
 
 A cell searches the base's constants, gives them to every arm, searches an arm's own at every size where it has some, and trains what
 they end at from paired seeds until the difference is known to ± 0.005 nats or the seeds end. Rows are kept as they finish: a cell
@@ -23,8 +23,8 @@ import numpy as np
 from mupax.train.parallel.signals import StopRequest
 from mupax.train.studies.sweep.rows import Rows
 from mupax.train.studies.sweep.sweep import Stopped, Sweep
-from scripts.quality import page
-from scripts.quality.cells import CELLS, OUT, Arm, Cell, octaves, reference_of
+from scripts.quality import page, rates
+from scripts.quality.cells import CELLS, MUP, OUT, RETUNED, Arm, Cell, octaves, reference_of
 from scripts.quality.descent import Setting, descend, setting
 from scripts.quality.page import difference
 
@@ -34,8 +34,8 @@ HALF_WIDTH = 0.005
 """Half-width of a difference that needs no more seeds, in nats."""
 PROBE = 2
 """Octaves by which a probed rate is raised and lowered."""
-GAIN = 0.005
-"""Nats that a probed group must gain to be searched at every size."""
+PICTURED = "head_dim-800"
+"""Cell of the README's picture."""
 
 
 class Probe(NamedTuple):
@@ -124,8 +124,25 @@ def measure(cell: Cell, stop: StopRequest) -> None:
             _write(study)
 
 
+def measure_rates(cell: Cell, stop: StopRequest) -> None:
+    """Train the two arms of the README's picture at the rates around their own, and write rates.json."""
+    record = json.loads((cell.folder / "result.json").read_text())
+    work = Measuring(cell, stop)
+    arms = {arm.label: arm for arm in cell.arms}
+    curves = {label: rates.measure(work, arms[label], rates.settings_of(record, label)) for label in (MUP, RETUNED)}
+    rates.write(cell.folder / "rates.json", cell, curves)
+
+
+def draw_rates(cell: Cell) -> None:
+    """Draw the README's picture from rates.json, if that is there."""
+    path = cell.folder / "rates.json"
+    if path.exists():
+        curves = rates.read(path)
+        rates.draw(path.with_suffix(".png"), curves[MUP], curves[RETUNED])
+
+
 class Study:
-    """What a cell has found so far.
+    """Settings that a cell's arms have so far.
 
     Args:
         work: trains its points.
@@ -166,7 +183,7 @@ class Study:
                 moved = setting({**dict(centre), constant: dict(centre).get(constant, 0) + side})
                 before, after = self.work.losses(arm, size, [centre, moved], FIRST)
                 probes.append(Probe(group, side, [float(gain) for gain in before - after]))
-        joined = sorted({f"rates.{probe.group}" for probe in probes if probe.gain > GAIN})
+        joined = sorted({f"rates.{probe.group}" for probe in probes if probe.gain > page.JOINS})
         self.probes[arm.label] = probes
         self._joined[arm.label] = tuple(joined)
         print(f"  {cell.name} {arm.label}: joined by {', '.join(joined) or 'no group'}", flush=True)
@@ -269,6 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the cells that are asked for, all unless named, and write the page; 0 when all are done."""
     parser = argparse.ArgumentParser(prog="python -m scripts.quality", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}; all unless given")
+    parser.add_argument(
+        "--rates", action="store_true", help=f"train no cell, but {PICTURED} at the rates of the README's picture"
+    )
     parser.add_argument("--render", action="store_true", help="train nothing: write the page from what is there")
     parser.add_argument("--list", action="store_true", help="print the cells")
     args = parser.parse_args(argv)
@@ -284,12 +304,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         with StopRequest() as stop:
             stop.defer()
             try:
-                for name in args.cells or CELLS:
-                    measure(CELLS[name], stop)
-                    without_curves(CELLS[name].folder)
+                if args.rates:
+                    measure_rates(CELLS[PICTURED], stop)
+                    without_curves(CELLS[PICTURED].folder)
+                else:
+                    for name in args.cells or CELLS:
+                        measure(CELLS[name], stop)
+                        without_curves(CELLS[name].folder)
             except Stopped:
                 print("stopped; what was trained is saved, and the same command goes on")
                 return stop.exit_code
+    draw_rates(CELLS[PICTURED])
     path = OUT.with_suffix(".md")
     path.write_text(page.markdown(page.records()))
     print(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")

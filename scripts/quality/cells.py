@@ -134,7 +134,9 @@ def _each(groups: tuple[str, ...], value: Callable[[float], float]) -> Constants
     return lambda m: {f"rates.{group}": value(m) for group in groups}
 
 
+MUP = "mup"
 SP = "sp, rate and readout's rate tuned anew"
+RETUNED = "sp, rate, readout's and embedding's rate tuned anew"
 HALF = Arm("mup-half, readout std m^-1/2", "mup-half", constants=lambda m: {"readout_width": -0.5})
 """Attention's logits as `sp` has them, too."""
 ANEW = Arm(
@@ -150,7 +152,7 @@ WIDTH_ARMS = (
         constants=lambda m: {"readout_width": -0.5, "embedding_width": -0.5},
     ),
     Arm("mup, readout std m^-1/2", constants=lambda m: {"readout_width": -0.5}),
-    Arm("mup"),
+    Arm(MUP),
     HALF,
     ANEW,
     TWICE,
@@ -183,7 +185,7 @@ def _retuned(embedding: str) -> Arm:
         embedding: group of the parameter that reads the inputs.
     """
     searched = ("lr", "rates.readout", f"rates.{embedding}")
-    return Arm("sp, rate, readout's and embedding's rate tuned anew", "sp", searched, probed=True)
+    return Arm(RETUNED, "sp", searched, probed=True)
 
 
 _SP = next(arm for arm in WIDTH_ARMS if arm.label == SP)
@@ -231,7 +233,7 @@ CELLS = _cells()
 
 def reference_of(cell: Cell, arm: Arm) -> Arm:
     """What an arm is held against: `mup` where it restores one of its rules, else the cell's first arm."""
-    return next(one for one in cell.arms if one.label == "mup") if arm.ablation else cell.arms[0]
+    return next(one for one in cell.arms if one.label == MUP) if arm.ablation else cell.arms[0]
 
 
 def octaves(setting: Setting) -> dict[str, float]:

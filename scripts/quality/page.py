@@ -11,16 +11,21 @@ from scipy import stats
 
 from scripts.quality.cells import CELLS
 
+JOINS = 0.005
+"""Nats that a probed group must gain to be searched at every size."""
 GOAL = 0.005
 """Upper end of the 95 % interval of a difference, in nats, that counts as not worse."""
 HEAD = f"""# Does a tuned preset win?
 
 A rate that transfers to a worse model is worth nothing. Here constants are tuned **once, at the smallest size** (rate, rates of the
 readout and of the embedding, the readout's initial std) and the large models take them through the preset, untouched. Against them
-stands `sp` with the same constants at the base, where the two are the same model, and then its rate and its readout's rate **searched
-anew at every size**. Losses are means over the last tenth of a run's steps on text or images that every run sees in the same order;
-differences are paired by seed, with a 95 % t interval; below zero the preset is ahead. **Not worse**: the interval ends at or below
-{GOAL:+.3f} nats.
+stands `sp` with the same constants at the base, where the two are the same model, and then its rates **searched anew at every size**:
+the global one, the readout's, and in the cells of 800 steps over width also that of what reads the inputs, which would fall with the
+global one. There the rate of every other group is probed once, at four times the base, two octaves up and down with two seeds, and a
+group that gains more than {JOINS:.3f} nats joins the search. Losses are means over the last tenth of a run's steps on text or images
+that every run sees in the same order; differences are paired by seed, with a 95 % t interval; below zero the preset is ahead.
+**Not worse**: the interval ends at or below {GOAL:+.3f} nats. With images `embedding_width` changes nothing, being the rate of token
+embeddings; its arm is that of the readout's std alone.
 
 Arms in which `mup` has one rule as `sp` has it, relative to the hidden weights' rate, say what that rule is worth: below zero it
 pays. Their rate is searched anew at every size.
@@ -98,11 +103,11 @@ def markdown(cells: Iterable[Mapping[str, Any]]) -> str:
 def _summary(cells: Sequence[Mapping[str, Any]]) -> list[str]:
     """A row per arm whose constants transfer, less `sp` at every size; and what is not trained."""
     lines = [
-        "| what grows, steps | transferred from the base | less `sp`, in nats, at 2, 4 and 8 times | not worse |",
+        "| what grows, steps | transferred from the base | less `sp` tuned anew, in nats, at 2, 4 and 8 times | not worse |",
         "|---|---|---|---|",
     ]
     for cell in cells:
-        sp = next(arm for arm in cell["arms"] if arm["label"].startswith("sp"))
+        sp = _most_tuned(cell["arms"])
         for arm in (arm for arm in cell["arms"] if not arm["tuned"] and not arm["ablation"]):
             apart = _less(arm, sp)
             figures = ", ".join(f"{mean:+.4f} ± {half:.4f}" for _, mean, _, half in apart)
@@ -112,6 +117,41 @@ def _summary(cells: Sequence[Mapping[str, Any]]) -> list[str]:
             lines.append(f"| {cell['cell']} | {arm['label']} | {figures} | {verdict} |")
     missing = ", ".join(name for name in CELLS if name not in {cell["cell"] for cell in cells})
     return [*lines, "", *([f"Not trained: {missing}.", ""] if missing else [])]
+
+
+def _most_tuned(arms: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the `sp` whose search at every size has the most constants."""
+    return max((arm for arm in arms if arm["label"].startswith("sp")), key=lambda arm: len(arm["tuned"]))
+
+
+def _probes(cell: Mapping[str, Any]) -> list[str]:
+    """Return a table of what the probed groups gain, with the text that leads to it."""
+    lines: list[str] = []
+    for label, probes in cell.get("probes", {}).items():
+        size = CELLS[cell["cell"]].probe_size
+        joined = sorted({probe["group"] for probe in probes if _mean(probe["gains"]) > JOINS})
+        names = ", ".join(f"`{group}`" for group in joined)
+        verdict = f"joined the search: {names}" if joined else "none gains enough to join the search"
+        lines += [
+            f"`{label}`, rates of other groups moved by two octaves at {cell['axis']} {size} (nats gained, mean of two seeds): {verdict}.",
+            "",
+            "| group | × 2^-2 | × 2^2 |",
+            "|---|---|---|",
+        ]
+        for group in dict.fromkeys(probe["group"] for probe in probes):
+            gains = {probe["octaves"]: probe["gains"] for probe in probes if probe["group"] == group}
+            lines.append(f"| {group} | {_gain(gains[-2])} | {_gain(gains[2])} |")
+        lines.append("")
+    return lines
+
+
+def _mean(gains: Sequence[float | None]) -> float:
+    return -np.inf if None in gains else float(np.mean(np.array(gains, float)))
+
+
+def _gain(gains: Sequence[float | None]) -> str:
+    mean = _mean(gains)
+    return f"{mean:+.4f}" if np.isfinite(mean) else "diverged"
 
 
 def _less(arm: Mapping[str, Any], sp: Mapping[str, Any]) -> list[tuple[int, float, float, float]]:
@@ -143,7 +183,7 @@ def _cell(cell: Mapping[str, Any]) -> list[str]:
         lines.append(_row(f"{arm['reference']}, less this", [_apart(one) for one in arm["sizes"]], len(sizes)))
         if arm["tuned"] and not arm["ablation"]:
             lines.append(_row("its setting", [_setting(one["octaves"]) for one in arm["sizes"]], len(sizes)))
-    return [*lines, "", *_verdicts(cell["arms"]), ""]
+    return [*lines, "", *_probes(cell), *_verdicts(cell["arms"]), ""]
 
 
 def _verdicts(arms: Sequence[Mapping[str, Any]]) -> list[str]:

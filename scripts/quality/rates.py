@@ -1,0 +1,166 @@
+"""Loss against learning rate at every size of a cell: the README's picture.
+
+`mup` keeps the constants of the base; `sp` has its other constants searched anew at every size. Both are drawn on one scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mupax.train.run.report.plotting import INK, ORANGE
+from scripts.quality.cells import STEP, Arm, Cell, rate
+from scripts.quality.descent import Setting, setting
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from scripts.quality.__main__ import Measuring
+
+OFFSETS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
+"""Octaves from an arm's own rate at which its curves are measured."""
+SEEDS = 2
+"""Seeds of a curve's points. The marked point has all seeds of its comparison."""
+ABOVE = 0.25
+"""Nats above the least loss at which the picture ends."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RateCurve:
+    """Losses of one arm at one size.
+
+    Attributes:
+        size: of the grown axis.
+        width: of the model.
+        log2_rates: peak learning rates, ascending.
+        losses: mean final training loss at each rate, in nats; None where a seed diverged.
+        marked_rate: log2 of the rate that the arm uses.
+        marked_loss: mean loss over all seeds there.
+    """
+
+    size: int
+    width: int
+    log2_rates: list[float]
+    losses: list[float | None]
+    marked_rate: float
+    marked_loss: float
+
+
+def settings_of(record: Mapping[str, Any], label: str) -> list[Setting]:
+    """Return an arm's setting at every size from a cell's result.json."""
+    arm = next(arm for arm in record["arms"] if arm["label"] == label)
+    return [_setting(size["octaves"]) for size in arm["sizes"]]
+
+
+def _setting(moved: Mapping[str, float]) -> Setting:
+    return setting({name: round(value / STEP.get(name, 1.0)) for name, value in moved.items()})
+
+
+def measure(work: Measuring, arm: Arm, settings: Sequence[Setting]) -> list[RateCurve]:
+    """Train an arm at the rates around its own at every size.
+
+    Args:
+        work: trains the cell's points.
+        arm: one of the cell's.
+        settings: of the arm, one per size.
+    """
+    cell = work.cell
+    curves: list[RateCurve] = []
+    for size, own in zip(cell.sizes, settings, strict=True):
+        steps = [round(offset / STEP["lr"]) for offset in OFFSETS]
+        moved = [setting({**dict(own), "lr": dict(own).get("lr", 0) + step}) for step in steps]
+        configs = [cell.config(arm, size, dict(one), 0) for one in moved]
+        losses = work.losses(arm, size, moved, SEEDS).mean(axis=1)
+        marked = configs[OFFSETS.index(0.0)]
+        curves.append(
+            RateCurve(
+                size=size,
+                width=marked.model.sizes()["embed"],
+                log2_rates=[round(rate(config), 4) for config in configs],
+                losses=[float(f"{loss:.6g}") if math.isfinite(loss) else None for loss in losses],
+                marked_rate=round(rate(marked), 4),
+                marked_loss=float(f"{work.trained(arm, size, own).mean():.6g}"),
+            )
+        )
+    return curves
+
+
+def write(path: Path, cell: Cell, arms: Mapping[str, Sequence[RateCurve]]) -> None:
+    """Write the curves of a cell as JSON.
+
+    Args:
+        path: of the file.
+        cell: that was measured.
+        arms: label of an arm to its curves.
+    """
+    rows = {label: [dataclasses.asdict(curve) for curve in curves] for label, curves in arms.items()}
+    record = {"cell": cell.name, "recipe": f"{cell.recipe} {cell.words}", "seeds": SEEDS, "arms": rows}
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[str, list[RateCurve]]:
+    """Return the curves that `write` wrote, by the label of their arm."""
+    record = json.loads(path.read_text())
+    return {label: [RateCurve(**row) for row in rows] for label, rows in record["arms"].items()}
+
+
+def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> None:
+    """Write a PNG of two panels on one scale.
+
+    Args:
+        path: of the picture.
+        left: curves of `mup`, whose constants are those of the smallest size.
+        right: curves of `sp`, whose other constants were searched at every size.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.5, 4.8), layout="constrained")
+    panels: list[Axes] = list(figure.subplots(1, 2, sharex=True, sharey=True))
+    titles = (
+        "mup: everything tuned once, at width 64",
+        "sp: learning rate and other constants tuned anew at every width",
+    )
+    least = min(curve.marked_loss for curve in (*left, *right))
+    for panel, curves, title in zip(panels, (left, right), titles, strict=True):
+        _draw_panel(panel, curves)
+        panel.set_title(title, fontsize=11, loc="left", color=INK)
+        panel.set_xlabel("peak learning rate", fontsize=10)
+    panels[0].axvline(left[0].marked_rate, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    panels[0].set_ylabel("training loss after 800 steps (nats)", fontsize=10)
+    panels[0].set_ylim(least - 0.03, least + ABOVE + left[0].marked_loss - min(c.marked_loss for c in left))
+    figure.savefig(path, dpi=130)
+
+
+def _draw_panel(panel: Axes, curves: Sequence[RateCurve]) -> None:
+    """Draw a curve per size, with the marked loss written beside its mark and the width at the left end."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    for index, curve in enumerate(curves):
+        colour = colormaps["Blues"](0.4 + 0.6 * index / max(1, len(curves) - 1))
+        losses = np.array([math.nan if loss is None else loss for loss in curve.losses])
+        rates = np.array(curve.log2_rates)
+        panel.plot(rates, losses, "o-", color=colour, lw=1.8, ms=3.5)
+        panel.plot(curve.marked_rate, curve.marked_loss, "o", ms=7, mfc=colour, mec=ORANGE, mew=1.8, zorder=5)
+        panel.annotate(
+            f"width {curve.width}: {curve.marked_loss:.3f}",
+            (curve.marked_rate, curve.marked_loss),
+            xytext=(8, -11),
+            textcoords="offset points",
+            fontsize=9,
+            color=INK,
+            bbox={"boxstyle": "round,pad=0.15", "fc": "white", "ec": "none", "alpha": 0.8},
+            zorder=6,
+        )
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
+    panel.grid(color="#E6E6E6", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.tick_params(colors="#444444", labelsize=9)
