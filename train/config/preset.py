@@ -73,6 +73,31 @@ def preset_of(config: Parameterized) -> presets.Preset:
     return preset_for(config.preset, config.model)
 
 
+def rules_of(config: Parameterized) -> tuple[Any, ...]:
+    """Return all that decides how a run's values change with size, but for the base: equal where two runs have one preset.
+
+    A constant that is written with its default value counts as left out, as those of a tuned preset are.
+
+    Raises:
+        PresetError, ConfigError: as `preset_of`.
+    """
+    choices = preset_of(config).choices
+    return config.preset.name, config.preset.joint, config.preset.zero_readout, tuple(sorted(choices.items()))
+
+
+def same_preset(config: Parameterized, other: Parameterized) -> bool:
+    """Return whether two runs have equal rules and one base, however their flags write them."""
+    if rules_of(config) != rules_of(other):
+        return False
+    return preset_of(config).base == preset_of(other).base and _run_base(config) == _run_base(other)
+
+
+def _run_base(config: Parameterized) -> dict[str, int]:
+    """Return the batch and tokens that a base names, which joint rules are relative to."""
+    _, sizes = base_parts(config.preset.base)
+    return {axis: size for axis, size in sizes.items() if axis in RUN_AXES}
+
+
 def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
     """A parameterization for a model of this family; raises as `preset_of`.
 

@@ -16,6 +16,7 @@ import numpy as np
 from mupax import disk
 from mupax.errors import MupaxError
 from mupax.train.config import cli
+from mupax.train.config.preset import rules_of, same_preset
 from mupax.train.config.record import differences, to_json, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows
@@ -117,6 +118,8 @@ def load(folders: Sequence[Path]) -> list[Points]:
         RowsError, DiskError: as `Rows`.
     """
     by_label: dict[str, list[tuple[Config, Row]]] = {}
+    first_labels: dict[tuple[Any, ...], str] = {}
+    labels: dict[str, str] = {}
     for folder in folders:
         if not (folder / FILE_NAME).is_file():
             raise PointsError(
@@ -125,7 +128,9 @@ def load(folders: Sequence[Path]) -> list[Points]:
         rows = Rows(folder)
         of_folder = _of_study(folder, rows) if (folder / "transfer.json").is_file() else _of_commands(folder, rows)
         for label, config, row in of_folder:
-            by_label.setdefault(label, []).append((config, row))
+            if label not in labels:  # a default that is written, as tuned presets do, changes the label and no rule
+                labels[label] = first_labels.setdefault(rules_of(config), label)
+            by_label.setdefault(labels[label], []).append((config, row))
     return [points_of(label, pairs, [str(folder) for folder in folders]) for label, pairs in by_label.items()]
 
 
@@ -157,7 +162,10 @@ def field_differences(config: Config, setting: Config) -> list[tuple[str, Any, A
         setting: of a run that was measured.
     """
     fields = differences(_recorded(config), _recorded(setting))
-    return [each for each in fields if each[0] not in SCALES and not each[0].startswith(ELSEWHERE)]
+    fields = [field for field in fields if field[0] not in SCALES and not field[0].startswith(ELSEWHERE)]
+    if any(name.startswith("preset.") for name, *_ in fields) and same_preset(config, setting):
+        return [field for field in fields if field[0] == "preset.form" or not field[0].startswith("preset.")]
+    return fields
 
 
 def _recorded(config: Config) -> dict[str, Any]:

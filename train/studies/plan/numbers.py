@@ -9,6 +9,7 @@ from typing import Any
 
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import joint
+from mupax.train.config.preset import rules_of
 from mupax.train.config.record import command_of
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
@@ -68,12 +69,12 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
         return Learnt(
             config, ("", "the recipe"), cautions=("no study: nothing is predicted of the loss; write --from FOLDER",)
         )
-    label = label_of(config.preset)
-    same = [points for points in studies if points.label == label]
+    rules = rules_of(config)
+    same = [points for points in studies if rules_of(points.settings[-1].config) == rules]
     if not same:
         labels = ", ".join(points.label for points in studies)
         write = rates.preset_flags(config, studies[0].settings[-1].config)
-        caution = f"no study of {label}: --from has {labels}; write {write} for the first of them"
+        caution = f"no study of {label_of(config.preset)}: --from has {labels}; write {write} for the first of them"
         return Learnt(config, ("", "the recipe"), cautions=(caution,))
     points = same[0]
     where = f"{points.rows} rows of {' and '.join(points.folders)}"

@@ -12,7 +12,7 @@ from mupax.train.config import joint
 from mupax.train.config.preset import preset_of
 from mupax.train.config.record import differences, text_of, to_json
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast.points import Points, Setting
+from mupax.train.studies.forecast.points import Points, Setting, field_differences
 from mupax.train.studies.transfer.fit import fit as fit_curve
 
 OPTIMIZER = ("name", "schedule", "clip_norm")
@@ -38,13 +38,26 @@ def transferred(config: Config, points: Points) -> tuple[float | None, list[str]
         ]
     same = [pair for pair in best if not apart(config, pair[0].config)]
     if same:
-        return same[-1][1], horizons(config, *same[-1])
+        setting, log2_lr = same[-1]
+        return log2_lr, [*_other_run(config, setting), *horizons(config, setting, log2_lr)]
     setting, log2_lr = best[-1]
     differing = apart(config, setting.config)
     texts = " and ".join(f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing)
     return None, [
         f"the study's best rate, 2^{log2_lr:.2f}, is not used: it is another at {texts}; write "
         f"{flags([(name, was) for name, _, was in differing])} to plan with it"
+    ]
+
+
+def _other_run(config: Config, setting: Setting) -> list[str]:
+    """Return a caution where a rate is taken from runs on other data, or of a model that differs in more than its scale."""
+    differing = field_differences(config, setting.config)
+    if not differing:
+        return []
+    texts = " and ".join(f"{name} {_text(now)} (measured: {_text(was)})" for name, now, was in differing)
+    return [
+        f"the best rate of runs that differ in more than their scale is used, and may be another here: {texts}; sweep a few rates "
+        "around it, or write the study's values to plan with what was measured"
     ]
 
 

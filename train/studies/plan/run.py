@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mupax import command_line
 from mupax.presets import PresetError
 from mupax.train.config import cli, joint, sizes
+from mupax.train.config.preset import rules_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.points import Points
@@ -87,7 +88,7 @@ def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Reques
     first = None
     for config, study in runs:
         first = first or Request(config, f"study {' and '.join(study.folders)}")
-        if label_of(config.preset) == study.label:
+        if rules_of(config) == rules_of(study.settings[-1].config):
             return dataclasses.replace(first, config=config)
     assert first is not None  # there are studies
     return first

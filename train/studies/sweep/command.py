@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
 
-        tuned.check_name(args.save_tuned, grid[0].config.preset.name)
+        tuned.check_before_training(args.save_tuned, grid[0].config)
         if len({point.varied for point in grid}) > 1:
             raise ConfigError(
                 f"--save-tuned {args.save_tuned}: the sweep varied more than rate, seed and size; sweep one choice"

@@ -48,7 +48,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
 
         of_study.check(studies[0].configs[0], args.predict)
     if args.save_tuned:
-        tuned.check_name(args.save_tuned, config.preset.name)
+        tuned.check_before_training(args.save_tuned, config)
     if recipe.dry_run:
         _dry_run(studies, args)
         return 0

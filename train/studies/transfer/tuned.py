@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mupax import terminal
 from mupax.errors import MupaxFailure
 from mupax.presets import PRESETS
 from mupax.presets.tuned import find
@@ -18,6 +19,9 @@ from mupax.train.studies.transfer.drift import Analysis, finite
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.transfer.study import Measured
 from mupax.zoo.configs import ConfigError
+
+LONGEST_WARMUP = 0.2
+"""Share of a run's steps up to which a warm-up is saved without a caution: that of the project's own transfer studies."""
 
 
 class NoMinimum(MupaxFailure):
@@ -43,6 +47,32 @@ def check_name(name: str, preset: str) -> str:
     if bare == name and (find.FOLDER / f"{preset}.{name}.json").exists():
         raise ConfigError(f"--save-tuned {name}: {preset}:{name} comes with the project; write another name")
     return bare
+
+
+def check_before_training(name: str, config: Config) -> None:
+    """Refuse a name that cannot be saved, and print a caution where the warm-up to be saved is long.
+
+    Args:
+        name: as `check_name` takes it.
+        config: a point of the study. Its warm-up is saved as a share of its steps.
+
+    Raises:
+        PresetError, ConfigError: as `check_name`.
+    """
+    check_name(name, config.preset.name)
+    share = _warmup_share(config)
+    if share > LONGEST_WARMUP:
+        steps = int(LONGEST_WARMUP * config.steps)
+        terminal.note(
+            f"caution: {min(config.optimizer.warmup_steps, config.steps)} of {config.steps} steps are warm-up, so "
+            f"--save-tuned {name} saves a warm-up of {share:.0%} of every later run; write --optimizer.warmup-steps {steps} "
+            f"or fewer, or more --steps"
+        )
+
+
+def _warmup_share(config: Config) -> float:
+    """Return the warm-up as a share of a run's steps."""
+    return round(min(1.0, config.optimizer.warmup_steps / config.steps), 4)
 
 
 def save(
@@ -108,7 +138,7 @@ def write(name: str, config: Config, peak_lr: float, evidence: Mapping[str, Any]
             **{field: getattr(opt, field) for field in fields},
             "peak_lr": peak_lr,
             "schedule": opt.schedule,
-            "warmup_fraction": round(min(1.0, opt.warmup_steps / config.steps), 4),
+            "warmup_fraction": _warmup_share(config),
             "final_lr_fraction": opt.final_lr_fraction,
         },
         provenance={
@@ -139,6 +169,12 @@ def saved_message(path: Path, word: str) -> str:
         word: what `--preset` takes.
     """
     text = f"tuned preset in {path.absolute()}; use it with --preset {shlex.quote(word)}"
-    if path.parent.resolve() != find.OWN_FOLDER.resolve():
-        return text
-    return f"{text} in this folder, or from any folder once the file lies in {find.user_folder()}"
+    if path.parent.resolve() == find.OWN_FOLDER.resolve():
+        text = f"{text} in this folder, or from any folder once the file lies in {find.user_folder()}"
+    share = find.load(path).optimizer["warmup_fraction"]
+    if share > LONGEST_WARMUP:
+        text = (
+            f"{text}\ncaution: it warms up for {share:.0%} of every run that uses it; write --optimizer.warmup-steps there to "
+            "have less"
+        )
+    return text

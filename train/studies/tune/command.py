@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
 
-        tuned.check_name(args.save_tuned, config.preset.name)
+        tuned.check_before_training(args.save_tuned, config)
     if args.dry_run:
         _dry_run(args, config, constants)
         return 0

@@ -157,6 +157,37 @@ def test_a_study_of_other_data_gives_its_rate_and_no_loss(
     assert "step-law" in output
 
 
+def test_the_same_preset_is_found_however_it_is_written(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """A tuned preset writes constants that a sweep leaves out, and the base's sizes in place of its name."""
+    words = ["lm-tiny", "--preset.base", BASE, *TINY, "--from", str(folder), "--tokens-per-second", "1e3"]
+    words += ["--model.width", "16", "--steps", "2"]
+    written = plan(capsys, *words, "--preset.alpha-a", "1.0")
+    assert "law over" in written
+    assert "preset.alpha_a" not in written
+    assert "no study of mup" in plan(capsys, *words, "--preset.alpha-a", "0.75")
+
+
+@pytest.mark.parametrize("flags", ["--model.vocab-size 300", "--data.seed 1 --seed 3"])
+def test_a_rate_from_other_data_comes_with_a_caution(flags: str, folder: Path, capsys: pytest.CaptureFixture[str]):
+    words = [
+        "lm-tiny",
+        "--preset.base",
+        BASE,
+        *TINY,
+        "--from",
+        str(folder),
+        "--tokens-per-second",
+        "1e3",
+        "--tokens",
+        "1m",
+    ]
+    output = plan(capsys, *words, *shlex.split(flags))
+    differs = "vocab" in flags
+    assert ("is used, and may be another here" in output) == differs
+    if differs:
+        assert "model.vocab_size 300 (measured: 256)" in output
+
+
 def test_a_model_alone_is_planned_as_the_studys_run_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

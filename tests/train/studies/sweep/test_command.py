@@ -201,11 +201,31 @@ def test_a_sweep_without_a_best_rate_says_what_to_add(
     code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
     assert code == 1
     out, err = capsys.readouterr()
-    assert err.startswith("error: every point is trained, but there is no rate to save: at width 16, ")
-    assert err.endswith(f"{message}\n")
+    error = err.splitlines()[-1]
+    assert error.startswith("error: every point is trained, but there is no rate to save: at width 16, ")
+    assert error.endswith(message)
     assert (tmp_path / "sweep.json").exists()
     assert "picture in" in out
     assert not path.exists()
+
+
+@pytest.mark.parametrize(("warmup", "share"), [("3", "75%"), ("0", None)])
+def test_a_long_warm_up_is_saved_with_a_caution(
+    warmup: str,
+    share: str | None,
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--save-tuned", str(tmp_path / "mup.mine.json"), "--steps", "4", "--optimizer.warmup-steps", warmup]
+    code, _ = swept("2^-8:2^-4:5", [3.0, 2.8, 2.7, 2.8, 3.0], text, tmp_path, monkeypatch, *words)
+    assert code == 0
+    out, err = capsys.readouterr()
+    for printed, flag in ((out, "--optimizer.warmup-steps"), (err, "--optimizer.warmup-steps 0")):
+        cautions = [line for line in printed.splitlines() if line.startswith("caution: ")]
+        assert len(cautions) == (share is not None)
+        assert all(share in line and flag in line for line in cautions if share)
 
 
 def test_a_tuned_preset_of_several_choices_is_refused_before_training(
