@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from mupax.train.config.record import model_from_json
-from mupax.train.run.report.plotting import BLUE, GREY, ORANGE
+from mupax.train.run.report.plotting import BLUE, GREY
 from mupax.zoo import configs, flops
 from scripts import ROOT
 from scripts.pages.markdown import replaced
@@ -32,7 +32,14 @@ STARTS = {
 """Smaller models: half of everything, the stream's width too; and half of the layers, heads and MLP in the same stream."""
 STEPS, SEEDS, EVERY, BATCH = 300, (0, 1), 50, 4
 DOCUMENT = ROOT / "docs" / "growing.md"
-COLOURS = {"proxy": GREY, "half": "#009E73", "proxy, grown": ORANGE, "half, grown": "#CC79A7", "large": BLUE}
+LINES = {
+    "proxy": (GREY, "-", "half of everything"),
+    "half": ("#009E73", "-", "half the layers, heads, MLP"),
+    "proxy, grown": (GREY, "--", "half of everything, grown"),
+    "half, grown": ("#009E73", "--", "half the layers ..., grown"),
+    "large": (BLUE, "-", "large, from scratch"),
+}
+"""Colour, dashes and name of a run's line in the picture. Dashes and names tell them apart without colour, too."""
 
 Losses = dict[str, dict[int, float]]
 """Run to step to validation loss."""
@@ -87,40 +94,56 @@ def table(runs: list[Losses], cost: dict[str, float], steps: int) -> str:
 
 
 def draw(runs: list[Losses], steps: int, path: Path) -> None:
-    """Validation losses over steps."""
+    """Draw a line per run, the mean over seeds, with its name at its end and a faint dot per seed."""
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6.4, 4))
-    for number, run in enumerate(runs):
-        for name, losses in run.items():
-            curve = {s: loss for s, loss in losses.items() if "grown" not in name or s >= steps // 2}
-            axes.plot(
-                list(curve),
-                list(curve.values()),
-                "o-",
-                ms=3,
-                color=COLOURS[name],
-                alpha=1 - 0.4 * number,
-                label=None if number else name,
-            )
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    ends: dict[str, float] = {}
+    for name, (colour, dashes, _) in LINES.items():
+        first = steps // 2 if "grown" in name else 0
+        at = [step for step in runs[0][name] if step >= first]
+        losses = np.array([[run[name][step] for step in at] for run in runs])
+        axes.plot(at, losses.mean(axis=0), ls=dashes, color=colour, lw=1.8)
+        axes.plot(at, losses.T, "o", ms=2.5, color=colour, alpha=0.4)
+        ends[name] = float(losses[:, -1].mean())
+    for name, height in _apart(ends, 0.028).items():
+        axes.text(steps * 1.01, height, LINES[name][2], color=LINES[name][0], va="center", fontsize=9)
     axes.axvline(steps // 2, color=GREY, lw=0.8, ls=":")
-    axes.set(xlabel="steps (the same batches)", ylabel="validation loss, nats per byte")
+    axes.text(steps // 2 + 2, axes.get_ylim()[1], "grown here", color=GREY, fontsize=9, va="top")
+    axes.set_ylim(top=min(axes.get_ylim()[1], max(ends.values()) + 0.7))
+    axes.set(xlabel="steps (the same batches)", ylabel="validation loss, nats per byte", xlim=(0, steps))
     axes.grid(color="#E6E6E6", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def _apart(heights: dict[str, float], gap: float) -> dict[str, float]:
+    """Return heights of labels, moved up until none is nearer than `gap` to the one below it."""
+    moved: dict[str, float] = {}
+    lowest = -np.inf
+    for name, height in sorted(heights.items(), key=lambda pair: pair[1]):
+        moved[name] = max(height, lowest + gap)
+        lowest = moved[name]
+    return moved
 
 
 def main() -> None:
     """Run all seeds and print the table."""
     parser = argparse.ArgumentParser(prog="python -m scripts.studies.grown", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write docs/{DOCUMENT.stem}.json and .png, and its table")
+    parser.add_argument(
+        "--draw", action="store_true", help=f"train nothing: draw docs/{DOCUMENT.stem}.png from the record"
+    )
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of every run (default {STEPS})")
     args = parser.parse_args()
+    if args.draw:
+        record = json.loads(DOCUMENT.with_suffix(".json").read_text())
+        draw([_recorded(run) for run in record["runs"]], record["steps"], DOCUMENT.with_suffix(".png"))
+        return
     with tempfile.TemporaryDirectory() as folder:
         runs, costs = zip(*(measure(Path(folder), args.steps, seed) for seed in SEEDS), strict=True)
     text = table(list(runs), costs[0], args.steps)
@@ -132,6 +155,11 @@ def main() -> None:
         )
         draw(list(runs), args.steps, DOCUMENT.with_suffix(".png"))
         DOCUMENT.write_text(replaced(DOCUMENT.read_text(), "grown", text))
+
+
+def _recorded(run: dict[str, Any]) -> Losses:
+    """Return a run's losses as `measure` had them; JSON has steps as text."""
+    return {name: {int(step): loss for step, loss in run[name].items()} for name in LINES}
 
 
 def _run(words: list[str]) -> None:

@@ -6,10 +6,16 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mupax import command_line, disk, terminal
 from mupax.train.config import cli
+from mupax.train.studies.plan import ranges
 from mupax.train.studies.plan.flags import Plan
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import Config
+    from mupax.train.studies.plan.numbers import Line
 
 PROG = "mupax train plan"
 
@@ -40,14 +46,14 @@ def main(argv: Sequence[str]) -> int:
     learnt = numbers.of_law(request.config, studies, keep_rate=keep_rate)
     config, costs = cost.of(learnt.config, args, studies)
     rows, cautions = [*numbers.rows(config, learnt, request.source), *costs.rows], [*learnt.cautions, *costs.cautions]
-    terminal.say(f"{args.recipe}: {config.steps:,} steps")
+    command = numbers.command(config)
+    terminal.say(_conclusion(args.recipe, config, rows, fits=costs.fits))
+    print("run it with", terminal.command(command), sep="\n")
     table = terminal.filled([("", "value", "interval", "from"), *rows])
     print(terminal.table(table, indent=1))
     for caution in cautions:
         terminal.say(f"caution: {caution}")
     forecast = learnt.forecast(config, shlex.join([*argv]))
-    command = numbers.command(config)
-    print("run it with", terminal.command(command), sep="\n")
     if args.out is not None:
         keys = ("what", "value", "interval", "from")
         content = {
@@ -63,3 +69,16 @@ def main(argv: Sequence[str]) -> int:
         again = f"; `{PROG} score {shlex.quote(str(args.out))} WORKDIR` holds it against what came" if forecast else ""
         terminal.say(f"plan in {args.out}{again}")
     return 0 if costs.fits else 1
+
+
+def _conclusion(recipe: str, config: Config, rows: Sequence[Line], *, fits: bool) -> str:
+    """Return what the plan comes to, in a sentence: rate, loss and time, or that the run does not fit."""
+    value = {row[0]: row[1] for row in rows}
+    interval = {row[0]: row[2] for row in rows}
+    run = f"{recipe}: {config.steps:,} steps at a peak rate of {value['peak rate']}"
+    if not fits:
+        return f"{run} do not fit the chips; the last caution says by how much"
+    time = f", in {value['time'].partition(',')[0]}" if "time" in value else ""
+    if value["loss"] == ranges.NOT_PREDICTED:
+        return f"{run}{time}; no loss is predicted (see the cautions)"
+    return f"{run} should end at a loss of {value['loss']} [{interval['loss']}]{time}"

@@ -159,7 +159,7 @@ def rows(config: Config, learnt: Learnt, source: str) -> list[Line]:
             )
         )
     else:
-        lines.append(("loss", "not predicted", ranges.NONE, "no law, see the cautions"))
+        lines.append(("loss", ranges.NOT_PREDICTED, ranges.NONE, "no law, see the cautions"))
     return lines
 
 

@@ -9,6 +9,8 @@ from mupax.train.pods.search import ROOM
 
 NONE = "no interval"
 """Of a prediction of which nothing says how wrong it may be."""
+NOT_PREDICTED = "not predicted"
+"""Of a loss of which no law says anything."""
 PUBLISHED_MFU = 0.213
 """Lowest model FLOPs utilization of the published large runs, GPT-3's; PaLM (2204.02311), table 3, has 21.3 to 46.2 %."""
 MFU_SOURCE = f"to {PUBLISHED_MFU:.1%} MFU, the lowest of PaLM's table 3 (2204.02311)"
