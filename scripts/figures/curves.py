@@ -174,13 +174,33 @@ def slim(by_axis: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def draw_losses(axes: Axes, axis: str, of_axis: Mapping[str, Any], *, compute: bool = False, style: str = "-") -> None:
-    """Loss curves, mean over seeds, against steps or training FLOPs."""
+def draw_losses(
+    axes: Axes,
+    axis: str,
+    of_axis: Mapping[str, Any],
+    *,
+    compute: bool = False,
+    style: str = "-",
+    suffix: str = "",
+    alpha: float = 1,
+) -> None:
+    """Draw loss curves, means over seeds, against steps or training FLOPs.
+
+    Args:
+        axes: panel.
+        axis: that grows.
+        of_axis: sizes and losses along it.
+        compute: whether x is training FLOPs.
+        style: of the lines.
+        suffix: behind a size in the legend.
+        alpha: opacity of the lines.
+    """
     for color, size, flops, loss in zip(
         panels.COLORS, of_axis["size"], of_axis["flops"], of_axis["loss"], strict=False
     ):
         x = np.asarray(of_axis["steps"], float) * (flops if compute else 1)
-        axes.plot(x, np.mean(loss, 0), style, color=color, linewidth=1.4, label=f"{AXES[axis]} = {size}")
+        label = f"{AXES[axis]} = {size}{suffix}"
+        axes.plot(x, np.mean(loss, 0), style, color=color, linewidth=1.4, label=label, alpha=alpha)
     if compute:
         axes.set_xscale("log")
 

@@ -38,6 +38,8 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         _points(right, [octaves for octaves, _ in there], [values for _, values in there], color, name)
     panels.label(left, "Training loss", "log2 of the hidden rate", "nats")
     panels.label(right, "What lower rates cost", "octaves below the best", "nats")
+    low, high = left.get_ylim()
+    left.set_ylim(low, high + 0.15 * (high - low))  # room for the legend above the curves
     panels.legend(left)
     return figure
 

@@ -224,7 +224,7 @@ def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve
             there = [at for at, curve in enumerate(of_strategy) if len(curve.x)]
             intervals = np.array([mean(excess.excess(of_strategy[at], octaves)) for at in there])
             room = [intervals[:, 0] - intervals[:, 1], intervals[:, 2] - intervals[:, 0]]
-            label = name if octaves == 1 else None
+            label = f"{name}, {'half' if octaves == 1 else 'a quarter'}"
             axes.errorbar(
                 [widths[at] for at in there],
                 intervals[:, 0],
@@ -238,7 +238,9 @@ def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.minorticks_off()
-    panels.label(axes, "What half (dashed: a quarter of) the best rate costs", "n", "nats")
+    panels.label(axes, "What half of the best rate, or a quarter, costs", "n", "nats")
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high + 0.45 * (high - low))  # room for the legend above the curves
     panels.legend(axes)
 
 

@@ -141,11 +141,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             axes.plot(
                 by_layer, "o", color=color, markersize=5, label=rf"models, $\alpha_L$ = {settings['alpha_l'][index]:g}"
             )
-            axes.plot(limit, "--", color=color, linewidth=1.3)
-            axes.plot(without, ":", color=color, linewidth=1.3)
-        panels.label(
-            axes, rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}; dotted: no cross term", "block", r"$H^\ell$"
-        )
+            axes.plot(limit, "--", color=color, linewidth=1.3, label="recursion")
+            axes.plot(without, ":", color=color, linewidth=1.3, label="recursion without the cross term")
+        panels.label(axes, rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}", "block", r"$H^\ell$")
         panels.legend(axes)
     return figure
 

@@ -64,8 +64,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     axes_of = settings["axes"]
     figure, axes = panels.row(len(axes_of), "Figure 12: loss against training FLOPs, Adam")
     for one, axis in zip(axes, axes_of, strict=True):
-        for name, style in zip(data, ("-", "--"), strict=False):
-            curves.draw_losses(one, axis, data[name][axis], compute=True, style=style)
+        for name, style, alpha in zip(data, ("-", "--"), (0.4, 1.0), strict=False):  # both lie on one another
+            suffix = rf", $\alpha_A$ = {float(name):g}"
+            curves.draw_losses(one, axis, data[name][axis], compute=True, style=style, suffix=suffix, alpha=alpha)
         title = rf"{curves.AXES[axis]} growing; $\alpha_A$ = " + " whole, ".join(data) + " dashed"
         panels.label(one, title, "training FLOPs", "nats" if axis == axes_of[0] else "")
         panels.legend(one)
