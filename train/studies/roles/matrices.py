@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mupax.presets.roles import Role
 from mupax.train.studies.roles.attention import Attention
@@ -15,6 +15,11 @@ FIXED = frozenset(
     {"vocab", "classes", "patch", "pooled", "position", "source", "distance", "input", "output", "active"}
 )
 """Axes that no limit takes to infinity: those of data, and of what is read out."""
+
+
+def split_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the axes of dimensions of which some are several: "heads head_dim" is two."""
+    return tuple(axis for name in names for axis in name.split())
 
 
 class Refusal(Exception):
@@ -165,7 +170,7 @@ class Matrices:
         facts: dict[Role, Fact] = {}
         for of in self.attentions:
             branch = any(self.flow.branch_of(node) for node, _ in of.queries)
-            own = any("value_dim" in self.names.get(param, ()) for _, param in of.values)
+            own = any("value_dim" in split_names(self.names.get(param, ())) for _, param in of.values)
             keys = ", ".join(sorted({param for _, param in of.keys}))
             queries = ", ".join(sorted({param for _, param in of.queries}))
             for role, group, evidence in (
