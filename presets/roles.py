@@ -173,7 +173,9 @@ class ParamSpec:
                 raise PresetError(f"{self.role.value}: fan_in {axis!r} is not one of the axes {self.axes}")
         for axis in self.shared:
             if axis in self.axes:
-                raise PresetError(f"{self.role.value}: it has the axis {axis!r}, and is not broadcast along it (shared)")
+                raise PresetError(
+                    f"{self.role.value}: it has the axis {axis!r}, and is not broadcast along it (shared)"
+                )
         if self.of is not None and self.role not in VECTORS:
             raise PresetError(f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})")
         if self.start != 1 and self.role is not Role.NORM_GAIN:
@@ -256,9 +258,7 @@ class FactorSpec:
     stack: Stack = OWN
 
 
-def block_matrix(
-    role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...], shared: tuple[str, ...] = ()
-) -> ParamSpec:
+def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...], shared: tuple[str, ...] = ()) -> ParamSpec:
     """Return the declaration of a matrix of the residual stack, one of which every layer has.
 
     Args:

@@ -14,7 +14,7 @@ from mupax.train.studies.roles.attention import Attention, attentions
 from mupax.train.studies.roles.cuts import cuts_of
 from mupax.train.studies.roles.flow import Flow
 from mupax.train.studies.roles.graph import Graph, Place, Use
-from mupax.train.studies.roles.matrices import Fact, Matrices, Refusal, split_names
+from mupax.train.studies.roles.matrices import FIXED, Fact, Matrices, Refusal, split_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -92,7 +92,30 @@ def _fact(matrices: Matrices, of_attention: list[Attention], use: Use) -> Fact:
         nexts = [end for end, _, _ in flow.reaches(use.node) if flow.matrix(end)]
         crossed = [any(node is end for of in of_attention if of.cross for node, _ in of.queries) for end in nexts]
         fact = dataclasses.replace(fact, cross=bool(crossed) and all(crossed))
-    return dataclasses.replace(fact, encoder=encoder)
+    return dataclasses.replace(fact, encoder=encoder, shared=_shared(matrices, use, fact))
+
+
+def _shared(matrices: Matrices, use: Use, fact: Fact) -> tuple[str, ...]:
+    """Return the growing axes of what a parameter meets that it has not itself: along these its gradient is a sum.
+
+    Of a QK-norm's gain and a relative bias its own axes say so already.
+    """
+    if not fact.in_block or fact.of in (Role.QUERY, Role.KEY) or fact.role is Role.RELATIVE_BIAS:
+        return ()
+    own = set(split_names(matrices.names[use.param])) | FIXED | {"layers", "encoder_layers"}
+    axes: dict[str, None] = {}
+    if use.node.op == "dot":
+        side = 0 if use.node.inputs[0] is use.view else 1
+        atoms = use.node.info["kept"][1 - side]
+    else:
+        atoms = {atom for dim in use.node.dims for atom in dim}
+    for atom in sorted(atoms, key=lambda atom: sorted(atom.places)):
+        if any(param == use.param for param, _ in atom.places):
+            continue
+        names = {matrices.names[param][at] for param, at in atom.places if param in matrices.names}
+        if len(names) == 1 and not names & own:
+            axes |= dict.fromkeys(names)
+    return tuple(axis for axis in axes if " " not in axis)
 
 
 def _one(facts: list[Fact]) -> tuple[Fact, Fact | None]:
@@ -124,6 +147,7 @@ def _spec(names: tuple[str, ...], fact: Fact) -> ParamSpec:
         of=fact.of,
         part=part,
         value_dim=fact.value_dim,
+        shared=fact.shared,
     )
 
 

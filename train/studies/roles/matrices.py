@@ -40,6 +40,7 @@ class Fact:
         value_dim: of a query or key, whether values have a size of their own.
         encoder: whether all it does goes into what another stack attends to.
         tied: whether it is a readout of a table that is looked up elsewhere.
+        shared: growing axes of what it meets that it has not itself.
     """
 
     role: Role
@@ -51,6 +52,7 @@ class Fact:
     value_dim: bool = False
     encoder: bool = False
     tied: bool = False
+    shared: tuple[str, ...] = ()
 
 
 class Matrices:
