@@ -44,8 +44,15 @@ def normed(x: jax.Array) -> jax.Array:
 
 
 def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
-    I, D, S, P, C = (s[axis] for axis in ("patch", "embed", "output", "position", "classes"))
-    shapes = {"read": (I, D), "mix": (P, S), "mix_bias": (S,), "unmix": (S, P), "unmix_bias": (P,), "out": (D, C)}
+    D, S, P, C = (s[axis] for axis in ("embed", "output", "position", "classes"))
+    shapes = {
+        "read": (s["patch"], D),
+        "mix": (P, S),
+        "mix_bias": (S,),
+        "unmix": (S, P),
+        "unmix_bias": (P,),
+        "out": (D, C),
+    }
     shapes |= {"up": (D, s["mlp"]), "down": (s["mlp"], D)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
@@ -53,7 +60,7 @@ def build(s: Mapping[str, int]) -> tuple[Any, Any, Any]:
         x_BPI, labels = batch
         return -jnp.sum(jax.nn.log_softmax(forward(params, x_BPI)) * jax.nn.one_hot(labels, C))
 
-    return params, loss, (jax.ShapeDtypeStruct((2, P, I), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32))
+    return params, loss, (jax.ShapeDtypeStruct((2, P, s["patch"]), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32))
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +130,9 @@ def test_the_check_measures_the_sum(declared: str, specs: dict[str, ParamSpec], 
     findings = judge(measured, (1, 2, 4), {key: one for key, one in expected.items() if key[1] == 0})
     judged = {finding.observable: finding for finding in findings if finding.observable.startswith("gradient/")}
     mixed = [judged[f"gradient/block.hidden.bias/{name}"] for name in ("mix_bias",)]
-    others = [f for name, f in judged.items() if "hidden" not in name]
-    assert others
-    assert all(finding.ok for finding in others)
+    plain = [f for name, f in judged.items() if "hidden" not in name]
+    assert plain
+    assert all(finding.ok for finding in plain)
     assert all(finding.ok for finding in mixed) == (declared == "as traced")
     if declared == "as traced":
         assert judged["gradient/block.hidden/mix"].ok
