@@ -12,8 +12,8 @@ from mupax.train.studies.check import check
 POSITIONS, PATCH, CLASSES, DEPTH = 16, 12, 10, 2
 
 
-def weight(role, sizes, *axes, block=True):
-    spec = ParamSpec(role=role, axes=axes, fan_in=axes[:1], in_block=block)
+def weight(role, sizes, *axes, block=True, shared=()):
+    spec = ParamSpec(role=role, axes=axes, fan_in=axes[:1], in_block=block, shared=shared)
     return nnx.Param(jnp.zeros([sizes[axis] for axis in axes]), spec=spec)
 
 
@@ -32,7 +32,9 @@ class Mixer(nnx.Module):
             "classes": CLASSES,
         }
         self.read = weight(Role.PATCH_EMBEDDING, sizes, "patch", "embed", block=False)
-        self.mix = nnx.List([weight(Role.HIDDEN, sizes, "position", "output") for _ in range(DEPTH)])
+        # All channels have one matrix over patches, whose gradient is a sum over them: it is shared along embed.
+        mix = [weight(Role.HIDDEN, sizes, "position", "output", shared=("embed",)) for _ in range(DEPTH)]
+        self.mix = nnx.List(mix)
         self.up = nnx.List([weight(Role.MLP_IN, sizes, "embed", "mlp") for _ in range(DEPTH)])
         self.down = nnx.List([weight(Role.MLP_OUT, sizes, "mlp", "embed") for _ in range(DEPTH)])
         self.out = weight(Role.READOUT, sizes, "embed", "classes", block=False)

@@ -40,8 +40,9 @@ class MixerConfig(ImageModel):
     def parameters(self) -> dict[str, ParamSpec]:
         return {
             "patch": ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",)),
-            "block.mix": block_matrix(Role.HIDDEN, ("position", "output"), ("position",)),
-            "block.unmix": block_matrix(Role.HIDDEN, ("output", "position"), ("output",)),
+            # Every channel has the same MLP over patches, so that its gradients are sums over the width.
+            "block.mix": block_matrix(Role.HIDDEN, ("position", "output"), ("position",), shared=("embed",)),
+            "block.unmix": block_matrix(Role.HIDDEN, ("output", "position"), ("output",), shared=("embed",)),
             "block.up": block_matrix(Role.MLP_IN, ("embed", "mlp"), ("embed",)),
             "block.down": block_matrix(Role.MLP_OUT, ("mlp", "embed"), ("mlp",)),
             "readout": ParamSpec(role=Role.READOUT, axes=("embed", "classes"), fan_in=("embed",)),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
-from mupax.presets.power import ONE, Power
+from mupax.presets.power import ONE, Power, product
 from mupax.presets.roles import (
     ADAPTERS,
     EMBEDDINGS,
@@ -50,6 +50,7 @@ class Preset:
         vanishing: what the source lets vanish as sizes grow, and how fast (`mupax.presets.analysis.health` judges by it):
             "features" (a lazy limit), "attention" (logits at initialization: heads collapse), "movement/GROUP" or "eps/GROUP".
         uneven: eps follows the gradients also where F/D, N*H/D or H/H_kv grows.
+        by_gradients: SGD's rates and eps follow the size of gradients; False of `sp`, which has one of each for all.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Preset:
     warnings: tuple[str, ...] = ()
     vanishing: Mapping[str, Power] = dataclasses.field(default_factory=dict)
     uneven: bool = False
+    by_gradients: bool = True
 
     def row(self, spec: ParamSpec) -> Rule:
         """The spec's rule in this preset's form, with the constants of its group.
@@ -100,6 +102,11 @@ class Preset:
         rule = self._table(spec)
         if spec.blocks != OWN.axis:
             rule = rule.renamed(OWN.axis, spec.blocks)
+        if spec.shared and self.by_gradients:
+            # Gradients along the shared axes are summed, and align in training as those of heads that share a QK-norm gain do.
+            # Adam's steps do not depend on a gradient's size.
+            summed = product(spec.shared)
+            rule = rule.times(sgd=ONE / summed, eps=summed)
         if self.form is None or self.form == self.native_form:
             return rule
         if self.form == "table-9" and "sgd" in self.no_rule:

@@ -132,6 +132,8 @@ class ParamSpec:
         value_dim: for queries and keys, whose gradients are sums over values of a size of their own.
         start: what a gain starts at where no parameterization says otherwise: a layer scale's small number.
         adapts: for an adapter, the matrix that it is added to.
+        shared: growing axes along which the parameter is broadcast: each of its numbers meets all that lies along them, so that
+            its gradient is a sum over them. An MLP over patches is applied to every channel: shared=("embed",).
         distribution: what a matrix' numbers are drawn from, at whatever deviation a parameterization sets: normal ones, even ones
             (uniform), or normal ones without those beyond two deviations (truncated).
 
@@ -150,15 +152,16 @@ class ParamSpec:
     start: float = 1.0
     adapts: ParamSpec | None = None
     distribution: Distribution = "normal"
+    shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, Role):
             near = difflib.get_close_matches(str(self.role), [role.value for role in Role], n=1, cutoff=0)
             raise PresetError(f"role {self.role!r} is no Role; write Role.{Role(near[0]).name}")
-        for what, axes in (("axes", self.axes), ("fan_in", self.fan_in)):
+        for what, axes in (("axes", self.axes), ("fan_in", self.fan_in), ("shared", self.shared)):
             if isinstance(axes, str):
                 raise PresetError(f"{self.role.value}: {what} is the text {axes!r}; write {what}=({axes!r},)")
-        for axis in self.axes:
+        for axis in (*self.axes, *self.shared):
             if axis not in AXES:
                 near = difflib.get_close_matches(axis, AXES, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"the axes are {', '.join(AXES)}"
@@ -168,6 +171,11 @@ class ParamSpec:
         for axis in self.fan_in:
             if axis not in self.axes:
                 raise PresetError(f"{self.role.value}: fan_in {axis!r} is not one of the axes {self.axes}")
+        for axis in self.shared:
+            if axis in self.axes:
+                raise PresetError(
+                    f"{self.role.value}: it has the axis {axis!r}, and is not broadcast along it (shared)"
+                )
         if self.of is not None and self.role not in VECTORS:
             raise PresetError(f"{self.role.value}: only gains and biases say which role they belong to (of={self.of})")
         if self.start != 1 and self.role is not Role.NORM_GAIN:
@@ -250,12 +258,13 @@ class FactorSpec:
     stack: Stack = OWN
 
 
-def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...]) -> ParamSpec:
-    """A matrix of the residual stack, one of which every layer has.
+def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...], shared: tuple[str, ...] = ()) -> ParamSpec:
+    """Return the declaration of a matrix of the residual stack, one of which every layer has.
 
     Args:
         role: of the matrix.
         axes: logical axes of one layer's.
         fan_in: those of them that it sums over.
+        shared: growing axes along which it is broadcast (`ParamSpec.shared`).
     """
-    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True)
+    return ParamSpec(role=role, axes=("layers", *axes), fan_in=fan_in, in_block=True, shared=shared)

@@ -64,6 +64,12 @@ CHOICES = (
            "Vankadara, Haas et al. 2605.14200, regime II (an account of it)", "reported"),
     Choice("experts", "dense", _FAMILY, "an expert as a dense MLP and the router as a hidden matrix, an E nowhere: a control",
            "Tensor Programs V (2203.03466), applied to experts", "derived"),
+    Choice("experts_eps", "gradients", _FAMILY, "eps of router, experts, gains and biases follows the size of their gradients: router "
+           "E^-1, expert in E^-1 m^-1, expert out E^-1 D^-1, gains and biases D^-1, each L^-alpha_l in blocks", "derived, and measured "
+           "by `train check`", "derived"),
+    Choice("experts_eps", "table", _FAMILY, "for models with experts: router D^-1 L^-alpha_l, expert in m^-1 L^-alpha_l, expert out "
+           "D m^-2 L^-alpha_l, gains of norms 1, biases in blocks L^-alpha_l", "Jiang et al. 2601.20205, Table 2 (read through two "
+           "implementations of it; L^-1 there)", "reported"),
     Choice("muon_scale", "spectral", _FAMILY, "a step of spectral norm lr (out/in)^1/2 over the base's", "derived from spectral", "derived"),
     Choice("muon_scale", "rms", _FAMILY, "the same, times 0.2 max(in, out)^1/2 of the base: entries of a step are as large as Adam's, "
            "so that one rate serves both; a hidden rate of D^-1/2 over Moonlight's own",

@@ -24,6 +24,7 @@ class Constants:
         key_start: keys start from numbers of their "own" or as the "query" matrix.
         mlp_out: initial std of MLP out, "fan-in" or "mean-field", for F/D that grows.
         experts: rules of experts and their router, "mean-field", "mssp" or "dense".
+        experts_eps: Adam's eps in models with experts, as the "gradients" or by the "table" of 2601.20205.
         muon_scale: Muon's step at the base, "spectral" or "rms".
     """
 
@@ -39,6 +40,7 @@ class Constants:
     key_start: str = "own"
     mlp_out: str = "fan-in"
     experts: str = "mean-field"
+    experts_eps: str = "gradients"
     muon_scale: str = "spectral"
 
     def check(self, name: str) -> None:

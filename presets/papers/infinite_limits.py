@@ -37,9 +37,11 @@ Layers of experts after Jiang, Bordelon, Pehlevan and Hanin 2026 (2601.20205), E
 | expert in (gate and up)       | D^-1/2          | E m D^-1 L^(2al-1)   | D^-1 L^(al-1)    | E^-1 m^-1 L^-al      |
 | expert out                    | m^-1 D^1/2      | E D m^-1 L^(2al-1)   | m^-1 L^(al-1)    | E^-1 D^-1 L^-al      |
 
+These eps follow the gradients. `experts_eps=table` has those of the paper's Table 2 instead: router D^-1 L^-al, expert in m^-1 L^-al,
+expert out D m^-2 L^-al, gains of norms 1, biases in blocks L^-al.
 A router's bias moves by loads and not by a gradient: its row is 1 under every preset. Muon: expert in and out as other block
 matrices, each expert apart; the router stays on Adam (derived).
-Constants whose values `choices` lists: `experts`, `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`,
+Constants whose values `choices` lists: `experts`, `experts_eps`, `readout_width`, `readout_bias_width`, `embedding_width`, `decay_width`,
 `key_start`, `mlp_out`, `muon_scale`.
 Forms: plain (TP-V Table 3), readout-multiplier (Table 8, native), table-9, mean-field (the paper's section 2.1).
 """
@@ -49,6 +51,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +168,53 @@ def of_experts(spec: ParamSpec, row: Rule, choice: str) -> Rule:
     return row
 
 
+def table_eps(spec: ParamSpec, alpha_l: float | None) -> Power | None:
+    """Return Adam's eps by Table 2 of 2601.20205, relative to the base; None for a parameter that it does not name.
+
+    Args:
+        spec: of the parameter.
+        alpha_l: branches scale as L^-alpha_l, 1 in the paper; None is no depth rule.
+    """
+    depth = ONE if alpha_l is None else L**-alpha_l
+    hidden = axis("expert_dim")
+    match spec.role:
+        case Role.ROUTER:
+            return D**-1 * depth
+        case Role.EXPERT_IN:
+            return hidden**-1 * depth
+        case Role.EXPERT_OUT:
+            return D * hidden**-2 * depth
+        case Role.NORM_GAIN:
+            return ONE
+        case Role.BIAS if spec.in_block:
+            return depth
+    return None
+
+
+_TABLE_GROUPS = (
+    ParamSpec(role=Role.NORM_GAIN, axes=("embed",)),
+    *(
+        ParamSpec(role=role, axes=("embed",), in_block=True, of=of)
+        for role, of in itertools.product((Role.NORM_GAIN, Role.BIAS), (None, *Role))
+        if of not in VECTORS | {Role.READOUT, Role.ROUTER} or (role, of) == (Role.BIAS, Role.NORM_GAIN)
+    ),
+    *(
+        ParamSpec(role=role, axes=axes, fan_in=axes[-2:-1], in_block=True)
+        for role, axes in (
+            (Role.ROUTER, ("embed", "experts")),
+            (Role.EXPERT_IN, ("experts", "embed", "expert_dim")),
+            (Role.EXPERT_OUT, ("experts", "expert_dim", "embed")),
+        )
+    ),
+)
+"""A parameter of every group whose eps the table sets."""
+
+
+def _let_by_table(rule: Callable[[ParamSpec], Rule], alpha_l: float | None) -> dict[str, Power]:
+    """Return, of every group, the gradient over the table's eps: what the choice lets change with size."""
+    return {f"eps/{spec.group}": rule(spec).eps / (table_eps(spec, alpha_l) or ONE) for spec in _TABLE_GROUPS}
+
+
 def infinite_limits(name: str, constants: Constants) -> Preset:
     """The family of the module's table.
 
@@ -179,8 +229,15 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
     alpha_a, alpha_l, gamma0 = constants.alpha_a, constants.alpha_l, constants.gamma0
     readout_width, embedding_width = constants.readout_width, constants.embedding_width
 
+    def by_gradients(spec: ParamSpec) -> Rule:
+        return of_experts(spec, row_of(spec, alpha_a, alpha_l), constants.experts)
+
+    by_table = constants.experts_eps == "table"
+
     def rule(spec: ParamSpec) -> Rule:
-        row = of_experts(spec, row_of(spec, alpha_a, alpha_l), constants.experts)
+        row = by_gradients(spec)
+        if by_table:
+            row = dataclasses.replace(row, eps=table_eps(spec, alpha_l) or row.eps)
         # Gradients go as 1/gamma0 through the readout: SGD rates * gamma0^2 (paper), eps / gamma0 (derived).
         row = row.times(sgd=gamma0**2, eps=1 / gamma0)
         if Role.READOUT in (spec.role, spec.of):
@@ -218,8 +275,9 @@ def infinite_limits(name: str, constants: Constants) -> Preset:
             **({} if constants.key_start == "query" else {"attention": N ** (0.5 - alpha_a)}),
             "movement/token_embedding": D**embedding_width,
             "movement/readout.bias": D**constants.readout_bias_width,
+            **(_let_by_table(by_gradients, alpha_l) if by_table else {}),
         },
-        uneven=True,
+        uneven=not by_table,
     )
 
 

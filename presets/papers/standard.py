@@ -37,4 +37,5 @@ def sp(*, embedding_width: float = 0.0) -> Preset:
         return row.times(adam=axis("embed") ** embedding_width) if spec.role in EMBEDDINGS else row
 
     constants = changed(embedding_width=(embedding_width, 0.0))
-    return Preset(name="sp", rule=rule, logits=axis("head_dim") ** -0.5, choices=constants)
+    logits = axis("head_dim") ** -0.5
+    return Preset(name="sp", rule=rule, logits=logits, choices=constants, by_gradients=False)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from mupax.presets.matrices import MATRICES, of_cross, of_encoder
 from mupax.presets.roles import ParamSpec, PresetError, Role
-from mupax.presets.verify import names, sizes
+from mupax.presets.verify import names, shapes, sizes
 from mupax.presets.verify.formats.dump import COLUMNS, Dump, Entry
 from mupax.presets.verify.names import FUSED, SKIPPED, Label
 from mupax.presets.verify.sizes import Parameter
@@ -33,12 +33,14 @@ class Model:
         parameters: by name, a star for the number of a layer.
         sizes: of every logical axis that parameters have.
         skipped: names that are not judged.
+        guessed: names that say nothing, and the role that their shapes gave them.
     """
 
     dump: Dump
     parameters: Mapping[str, Parameter]
     sizes: Mapping[str, int]
     skipped: tuple[str, ...] = ()
+    guessed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
@@ -62,8 +64,16 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
             raise PresetError(
                 f"{dump.source} and {dumps[0].source} have different parameters, such as {', '.join(odd[:3])}; dump one model at two sizes"
             )
+    sources = [dump.source for dump in dumps]
+    of_name = {name: [entries[name][0].shape for entries in merged] for name in merged[0]}
+    shapes.check_ranks(sources, of_name)
     labels = _labels(dumps, merged, overrides)
-    return [_model(dump, entries, labels) for dump, entries in zip(dumps, merged, strict=True)]
+    shapes.check_widths(sources, of_name, labels)
+    read = [_model(dump, entries, labels) for dump, entries in zip(dumps, merged, strict=True)]
+    sized = [shapes.Sized(source=model.dump.source, parameters=model.parameters, sizes=model.sizes) for model in read]
+    for other in sized[1:]:
+        shapes.check_growth(sized[0], other)
+    return read
 
 
 def _merged(dump: Dump) -> dict[str, list[Entry]]:
@@ -101,7 +111,8 @@ def _labels(
             label = label._replace(role=role.removesuffix(".bias"), in_block=label.in_block or role != chosen)
             label = label._replace(leaf="bias" if bias else "matrix" if label.leaf == "bias" else label.leaf)
         if not label.role:
-            label = label._replace(role=_by_growth(name, label, [m[name][0].shape for m in merged], merged))
+            role = _by_growth(name, label, [m[name][0].shape for m in merged], merged)
+            label = label._replace(role=role, guessed=bool(role) and label.leaf != "bias")
         labels[name] = label
         if not label.role:
             unknown.append(name)
@@ -177,7 +188,11 @@ def _model(dump: Dump, merged: Mapping[str, Sequence[Entry]], labels: Mapping[st
             f'{dump.source}: "readout" is of one that is the embedding\'s table, and there is no such table'
         )
     return Model(
-        dump=dump, parameters=parameters, sizes=sizes.sizes_of(dump, parameters, labels, layers), skipped=tuple(skipped)
+        dump=dump,
+        parameters=parameters,
+        sizes=sizes.sizes_of(dump, parameters, labels, layers),
+        skipped=tuple(skipped),
+        guessed={name: labels[name].role for name in parameters if labels[name].guessed},
     )
 
 

@@ -17,8 +17,8 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import read_constants
 from mupax.presets.roles import PresetError, Role
 from mupax.presets.rule import Decay
-from mupax.presets.verify import axes, consequences, differences, fit, formats, names, published, reference
-from mupax.presets.verify.findings import findings
+from mupax.presets.verify import axes, differences, fit, formats, names, published, reference
+from mupax.presets.verify.findings import consequences_of_all, findings
 from mupax.presets.verify.formats.dump import Dump
 from mupax.presets.verify.sentences import Finding
 
@@ -70,18 +70,35 @@ class Verify:
         models = axes.models(dumps, names.read_overrides(self.role))
         reports = [_report(line, optimizer, decay, named) for line in fit.lines(models)]
         notes = [*dict.fromkeys(note for dump in dumps for note in dump.notes)]
+        notes += _guesses(models[0])
         notes += _unknown(models)
         if skipped := models[0].skipped:
             notes.append(f"not judged: {', '.join(skipped[:4])}{' and more' if len(skipped) > 4 else ''}")
         if self.json:
-            print_json({"notes": notes, "lines": [report.plain() for report in reports]})
+            print_json({
+                "notes": notes,
+                "guessed": dict(models[0].guessed),
+                "lines": [report.plain() for report in reports],
+            })  # fmt: skip
         else:
-            for report in reports:
-                report.show(table=self.table)
-            for note in notes:
-                terminal.say(f"note: {note}")
+            self._show(reports, notes)
         counted = [f for report in reports for f in report.findings if f.severity == "fault" or self.strict]
         return int(bool(counted))
+
+    def _show(self, reports: Sequence[Report], notes: Sequence[str]) -> None:
+        """Print conclusions, what to type next, findings, notes and the table, in this order."""
+        for report in reports:
+            terminal.say(report.conclusion)
+        terminal.say(_next(reports, self.strict))
+        for report in reports:
+            report.show()
+        if notes:
+            print()
+        for note in notes:
+            terminal.say(f"note: {note}")
+        if self.table:
+            for report in reports:
+                report.show_table()
 
     def _dumps(self) -> list[Dump]:
         dumps = formats.read(list(self.files))
@@ -127,26 +144,49 @@ class Report:
         preset = self.reference.preset
         return preset.label if preset.name == "depth-mup" else preset.name
 
+    @property
+    def faults(self) -> list[Finding]:
+        """Findings that make the command fail."""
+        return [finding for finding in self.findings if finding.severity == "fault"]
+
+    @property
+    def verdict(self) -> Literal["wrong", "caution", "right"]:
+        """The verdict in a word: `limits` never says of the files what this does not."""
+        if self.faults:
+            return "wrong"
+        return "caution" if self.findings else "right"
+
+    @property
+    def conclusion(self) -> str:
+        """The verdict in a sentence."""
+        grown = f"as {self.line.word} grows x{self.line.t[-1]:.3g}, held against {self._held}"
+        cautions = len(self.findings) - len(self.faults)
+        if self.verdict == "right":
+            return f"RIGHT: nothing is wrong in what the files say {grown}."
+        subjects = "; ".join(finding.subject for finding in self.findings[:2])
+        more = " and more" if len(self.findings) > 2 else ""
+        head = "WRONG" if self.faults else "RIGHT, with a caution"
+        return f"{head}: {len(self.faults)} wrong, {cautions} to know of {grown}: {subjects}{more}."
+
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the report as JSON has it."""
         word = self.line.word
         return {
             "grows": dict(self.line.growth),
             "times": self.line.t[-1],
             "optimizer": self.optimizer,
             "reference": self._held,
+            "verdict": self.verdict,
             "findings": [{**dataclasses.asdict(f), "sentence": f.sentence(word)} for f in self.findings],
             "published": [{"mistake": m.name, "text": m.text, "source": m.source} for _, m in self.published],
             "limits": {row: dataclasses.asdict(entry) for row, entry in self.limits},
         }
 
-    def show(self, *, table: bool) -> None:
-        """Prints it, no wider than the terminal."""
+    def show(self) -> None:
+        """Print the findings, no wider than the terminal."""
         model = self.line.models[0]
         count = len(model.parameters)
-        terminal.say(f"{self.line.grown}, {self.optimizer}, {count} parameters; held against {self._held}")
-        if table:
-            terminal.say("\n" + terminal.table(self._rows(), left=("parameter", "role")))
+        terminal.say(f"\n{self.line.grown}, {self.optimizer}, {count} parameters; held against {self._held}")
         for finding in self.findings:
             head = "WRONG" if finding.severity == "fault" else "caution"
             terminal.say("\n" + _hanging(head, finding.sentence(self.line.word)))
@@ -156,15 +196,13 @@ class Report:
         for other, mistake in self.published:
             if other is None:
                 terminal.say("\n" + _hanging("", f"{mistake.text} ({mistake.source})."))
-        faults = sum(f.severity == "fault" for f in self.findings)
-        print(
-            f"\n{faults} wrong, {len(self.findings) - faults} to know of"
-            if self.findings
-            else "\nnothing is wrong in what the files say"
-        )
         if self.limits:
             words = [f"{row} {cell(entry, self.line.word)}" for row, entry in self.limits[:6]]
-            terminal.say(f"as {self.line.word} grows, by limits: {'; '.join(words)}")
+            terminal.say(f"\nso, as {self.line.word} grows, by limits: {'; '.join(words)}")
+
+    def show_table(self) -> None:
+        """Print every parameter with its powers."""
+        terminal.say("\n" + terminal.table(self._rows(), left=("parameter", "role")))
 
     def _rows(self) -> list[list[str]]:
         rows = [["parameter", "role", *fit.QUANTITIES]]
@@ -203,21 +241,52 @@ def _unknown(models: Sequence[axes.Model]) -> list[str]:
         if any(all(getattr(p.entry, column) is None for p in model.parameters.values()) for model in models)
     ]
     attends = any(p.spec.role in (Role.QUERY, Role.VALUE) for p in models[0].parameters.values())
-    if attends and any(model.dump.attention is None for model in models):
-        lacking.append("attention (what q.k is multiplied by)")
+    guessed = [name for name in models[0].guessed if models[0].parameters[name].spec.in_block]
+    if any(model.dump.attention is None for model in models):
+        if attends:
+            lacking.append("attention (what q.k is multiplied by)")
+        elif guessed:
+            lacking.append("attention (what q.k is multiplied by, if the model has any)")
     if len({model.sizes.get("layers") for model in models}) > 1 and any(model.dump.branch is None for model in models):
         lacking.append("branch (what every residual branch is multiplied by)")
     return [f"the files do not say, and it is not judged: {', '.join(lacking)}"] if lacking else []
 
 
+def _guesses(model: axes.Model) -> list[str]:
+    """Return what was guessed from shapes, one note for each role."""
+    names_of: dict[str, list[str]] = {}
+    for name, role in model.guessed.items():
+        names_of.setdefault(role, []).append(name)
+    notes = []
+    for role, guessed in names_of.items():
+        called = {"hidden": "hidden matrices"}.get(role, role)
+        notes.append(
+            f"taken for {called} by their shapes, as their names say nothing: {', '.join(guessed)}; if one is something "
+            f"else, such as a query or a key, write --role '{guessed[0]}=query'"
+        )
+    return notes
+
+
+def _next(reports: Sequence[Report], strict: bool) -> str:
+    """Return what to type next."""
+    findings = [finding for report in reports for finding in report.findings]
+    faults = [finding for finding in findings if finding.severity == "fault"]
+    counted = faults or (findings if strict else [])
+    if counted:
+        remedy = counted[0].remedy
+        return f"Next: {remedy[0].lower()}{remedy[1:]}; dump both sizes again and repeat this command."
+    return "Next: train a few steps under `mupax train check`, which sees what no file says: the forward pass."
+
+
 def _report(line: fit.Line, optimizer: str, decay: Decay, named: presets.Preset | None) -> Report:
     closest = reference.closest(line, optimizer, decay, named)
     family = closest.preset.family(optimizer)
-    faults = findings(closest, line, family)
+    reported = findings(closest, line, family)
     blocks = any(parameter.spec.in_block for parameter in line.models[0].parameters.values())
-    standard = named is None and bool(faults) and reference.is_standard(line, optimizer, decay)
+    limits = consequences_of_all(closest, line, family) if blocks else []
+    standard = named is None and bool(reported) and reference.is_standard(line, optimizer, decay)
     return Report(
-        line=line, optimizer=optimizer, reference=closest, findings=faults,
-        published=published.recognized(faults, line, family, standard=standard),
-        limits=consequences.together(closest, line, family) if blocks else [],
+        line=line, optimizer=optimizer, reference=closest, findings=reported,
+        published=published.recognized(reported, line, family, standard=standard),
+        limits=limits,
     )  # fmt: skip

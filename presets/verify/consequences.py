@@ -6,7 +6,7 @@ One difference is put into the preset alone, so that what it leads to is its own
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import SPECS
@@ -22,6 +22,8 @@ from mupax.presets.verify.reference import Reference
 
 UNEVEN = 0.2
 """An exponent up to this comes of widths that do not grow in step, as F/D of most models do not."""
+SEVERE = ("explodes", "lazy")
+"""Verdicts that nobody can want of a model without knowing it."""
 _IN_LIMITS = frozenset(spec.role for spec in SPECS.values())
 
 
@@ -42,36 +44,67 @@ def alone(reference: Reference, difference: Difference, line: Line, family: Fami
         entries(Limit(preset, family, line.growth, tied=tied), line.limit)
         for preset in (reference.preset, _with(reference.preset, [difference], line))
     )
-    worse = {
-        row: e for row, e in after.items() if row not in DESCRIPTIVE and abs(e.exponent - before[row].exponent) > 0.02
-    }
-    worse = {row: e for row, e in worse.items() if e.verdict not in ("stable", "heads collapse")}
+    judged = {row: e for row, e in after.items() if row not in DESCRIPTIVE and e.verdict != "heads collapse"}
+    worse = {row: e for row, e in judged.items() if _worse(e, before[row])}
     if not worse:
         return None
     row = min(worse, key=lambda row: (ORDER.index(worse[row].verdict), -abs(worse[row].exponent)))
     return row, worse[row]
 
 
-def together(reference: Reference, line: Line, family: Family) -> list[tuple[str, Entry]]:
-    """What is not stable in the table that the dumps have: judging observables, worst first.
+def together(
+    reference: Reference, differences: Sequence[Difference], line: Line, family: Family
+) -> list[tuple[str, Entry]]:
+    """Return what differences that were reported do together: observables that suffer from them, worst first.
+
+    What the preset itself does as the sizes grow is not among them (`of_preset`).
 
     Args:
         reference: whose numbers stand where the dumps say nothing.
+        differences: those of the findings.
         line: what grows.
         family: of the optimizer.
     """
-    preset = _with(reference.preset, [d for d in reference.differences if d.wrong and d.slope is not None], line)
+    before = _judged(reference.preset, line, family)
+    after = _judged(_with(reference.preset, [d for d in differences if d.slope is not None], line), line, family)
+    rows = {row: entry for row, entry in after.items() if _worse(entry, before[row])}
+    return _sorted({row: entry for row, entry in rows.items() if abs(entry.exponent) > UNEVEN})
+
+
+def of_preset(preset: Preset, line: Line, family: Family) -> list[tuple[str, Entry]]:
+    """Return what is not stable under the preset itself: what explodes, freezes or becomes lazy, worst first.
+
+    Args:
+        preset: that the dumps are held against.
+        line: what grows.
+        family: of the optimizer.
+    """
+    rows = _judged(preset, line, family)
+    return _sorted({row: e for row, e in rows.items() if e.verdict in SEVERE and abs(e.exponent) > UNEVEN})
+
+
+def _judged(preset: Preset, line: Line, family: Family) -> dict[str, Entry]:
+    """Return all observables that judge a preset along a line of growth."""
     tied = line.models[0].dump.readout is not None
     rows = entries(Limit(preset, family, line.growth, tied=tied), line.limit)
     parts = {parameter.spec.part for parameter in line.models[0].parameters.values()}
     rows = {row: e for row, e in rows.items() if parts != {""} or not ("cross-" in row or "encoder" in row)}
-    rows = {row: dataclasses.replace(entry, exponent=round(entry.exponent, 2)) for row, entry in rows.items()}
-    judged = [(row, entry) for row, entry in rows.items() if row not in DESCRIPTIVE and entry.verdict != "stable"]
-    unstable = [(row, entry) for row, entry in judged if abs(entry.exponent) > UNEVEN]
-    return sorted(unstable, key=lambda each: (ORDER.index(each[1].verdict), -abs(each[1].exponent)))
+    rows = {row: e for row, e in rows.items() if row not in DESCRIPTIVE}
+    return {row: dataclasses.replace(entry, exponent=round(entry.exponent, 2)) for row, entry in rows.items()}
 
 
-def _with(preset: Preset, differences: list[Difference], line: Line) -> Preset:
+def _worse(after: Entry, before: Entry) -> bool:
+    """Return whether an observable became unstable, or farther from stable than it was."""
+    if after.verdict == "stable" or abs(after.exponent - before.exponent) <= 0.02:
+        return False
+    return after.verdict != before.verdict or abs(after.exponent) > abs(before.exponent)
+
+
+def _sorted(rows: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
+    return sorted(rows.items(), key=lambda row: (ORDER.index(row[1].verdict), -abs(row[1].exponent)))
+
+
+def _with(preset: Preset, differences: Sequence[Difference], line: Line) -> Preset:
     """The preset with these numbers as the dumps have them."""
     changes: list[tuple[Difference, Power]] = [(d, axis(line.axis) ** d.excess) for d in differences]
     logits, branch, before = preset.logits, preset.branch, preset.rule

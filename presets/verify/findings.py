@@ -16,18 +16,18 @@ from mupax.presets.verify import consequences
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference
 from mupax.presets.verify.fit import TOLERANCE, Line
 from mupax.presets.verify.reference import Reference
-from mupax.presets.verify.sentences import Finding, Severity, What, consequence, remedy
+from mupax.presets.verify.sentences import Finding, Severity, What, consequence, power, remedy
 
 
 def findings(reference: Reference, line: Line, family: Family) -> list[Finding]:
-    """Faults, then cautions, parameters that have one in common together.
+    """Return faults, then cautions, parameters that have one in common together.
 
     Args:
         reference: the dumps against a preset.
         line: what grows.
         family: of the optimizer.
     """
-    wrong = [d for d in reference.differences if d.wrong and not _harmless(d)]
+    wrong = [d for d in reference.differences if d.wrong and not _fades(d)]
     wrong = [d for d in wrong if not _follows(d, wrong)]
     grouped: dict[tuple, list[tuple[Difference, What]]] = {}
     for difference, what in _joined(wrong, family):
@@ -38,6 +38,7 @@ def findings(reference: Reference, line: Line, family: Family) -> list[Finding]:
         key = (kind, what, slope, round(difference.target, 1), difference.off[1])
         grouped.setdefault(key, []).append((difference, what))
     unsorted = [_finding(members, reference, line, family) for members in grouped.values()]
+    unsorted += _cautions(reference, line, family, unsorted)
     return sorted(
         unsorted,
         key=lambda finding: (
@@ -47,15 +48,114 @@ def findings(reference: Reference, line: Line, family: Family) -> list[Finding]:
     )
 
 
-def _harmless(d: Difference) -> bool:
-    """A readout that starts smaller, as one at zero does; an eps that falls faster than gradients do."""
-    if d.slope is None or abs(d.excess) <= d.tolerance:
-        return False
-    smaller = d.excess < 0
-    return smaller and (
-        d.quantity == "eps"
-        or (d.quantity == "start" and d.spec is not None and d.spec.role is Role.READOUT and not d.spec.tied)
-    )
+def consequences_of_all(reference: Reference, line: Line, family: Family) -> list[tuple[str, Entry]]:
+    """Return what all findings together lead to, by `limits`, worst first.
+
+    A readout that starts smaller or louder is left out, as long as that is a caution: it is felt in the first steps alone,
+    and `limits` compares these steps with the start.
+
+    Args:
+        reference: the dumps against a preset.
+        line: what grows.
+        family: of the optimizer.
+    """
+    wrong = [d for d in reference.differences if d.wrong and not _fades(d)]
+    slower = {d.name for d in wrong if d.quantity == "rate"}
+    counted = [d for d in wrong if d.name in slower or not (_starts_smaller(d) or _starts_louder(d, family))]
+    return consequences.together(reference, counted, line, family)
+
+
+def _fades(d: Difference) -> bool:
+    """Return whether it is an eps that falls faster than gradients do, which does nothing."""
+    return d.quantity == "eps" and d.slope is not None and d.excess < -d.tolerance
+
+
+def _starts_smaller(d: Difference) -> bool:
+    """Return whether it is a readout that starts smaller than it should, as one at zero does."""
+    readout = d.spec is not None and d.spec.role is Role.READOUT and not d.spec.tied
+    return readout and d.quantity == "start" and d.slope is not None and d.excess < -d.tolerance
+
+
+def _starts_louder(d: Difference, family: Family) -> bool:
+    """Return whether it is a readout that starts at order one, as 2407.05872 has it for Adam.
+
+    Under SGD all gradients before it grow with it, so that there it is a fault.
+    """
+    readout = d.spec is not None and d.spec.role is Role.READOUT
+    return readout and d.quantity == "start" and family != "sgd" and abs(d.excess - 0.5) <= d.tolerance
+
+
+def _cautions(reference: Reference, line: Line, family: Family, faults: Sequence[Finding]) -> list[Finding]:
+    """Return what is to be known of attention by 1/sqrt(d), and of a preset that is itself not stable."""
+    out = []
+    logits = next((d for d in reference.differences if d.name == LOGITS), None)
+    grows = line.growth.get("head_dim", 0.0)
+    told = any(finding.names[0] == LOGITS for finding in faults)
+    if logits is not None and logits.slope is not None and grows and not told:
+        excess = logits.slope + grows
+        if excess > TOLERANCE:
+            out.append(_of_attention(logits, reference, line, excess))
+    preset = reference.preset
+    rows = consequences.of_preset(preset, line, family)
+    if rows:
+        words = [f"{row} {_BY_ITSELF[entry.verdict]}{power(line.word, entry.exponent)}" for row, entry in rows[:3]]
+        text = (
+            f"{preset.name} itself is not stable as {line.word} grows: {'; '.join(words)}. The files follow it, and "
+            f"its learning rate has to be tuned again at every size (`mupax presets limits {preset.name}`)."
+        )
+        out.append(
+            Finding(
+                severity="caution",
+                names=(f"{preset.name} itself",),
+                role="",
+                what="eps",
+                slope=None,
+                target=0.0,
+                consequence=words[0],
+                remedy="Tune the learning rate at every size, or name another preset",
+                text=text,
+            )
+        )
+    return out
+
+
+_BY_ITSELF = {"explodes": "grows as ", "frozen": "freezes as ", "lazy": "becomes lazy as "}
+
+
+def _slowed(reference: Reference, excess: float) -> bool | None:
+    """Return whether the files slow queries and keys down beside other matrices of blocks; None where rates are unknown.
+
+    Args:
+        reference: with the slopes of the files.
+        excess: power of size by which logits fall slower than 1/d.
+    """
+    rates = [d for d in reference.differences if d.quantity == "rate" and d.spec is not None and d.spec.in_block]
+    attention = [d.slope for d in rates if not d.fused and d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY)]
+    matrices = [d.slope for d in rates if d.spec is not None and d.spec.role in (Role.VALUE, Role.MLP_IN, Role.HIDDEN)]
+    if not attention or not matrices or None in attention or None in matrices:
+        return None
+    fastest = max(slope for slope in attention if slope is not None)
+    slowest = min(slope for slope in matrices if slope is not None)
+    return fastest < slowest - excess + TOLERANCE
+
+
+def _of_attention(logits: Difference, reference: Reference, line: Line, excess: float) -> Finding:
+    """Return the caution of logits that fall slower than 1/d, under a preset that has it so."""
+    model = line.models[-1]
+    scale = (model.dump.attention or 1.0) * line.t[-1] ** -excess
+    slower = _slowed(reference, excess)
+    have = "and the files do not say"
+    if slower is not None:
+        have = f"and those of the files {'do' if slower else 'do not'}"
+    faster = power(line.word, excess)
+    return Finding(
+        severity="caution", names=(LOGITS,), role=LOGITS, what="multiplier",
+        slope=logits.slope, target=-line.growth["head_dim"],
+        consequence=f"once queries and keys align in training q.k grows as {faster}, unless the learning rates of "
+        f"queries and keys fall as {power(line.word, -excess)} beside other matrices', {have}",
+        remedy=f"Multiply q.k by {scale:.3g} at {line.word} {model.sizes.get(line.axis, 1)} to have mup's 1/d",
+        why="1/d in Tensor Programs V, Definition 4.1; 1/sqrt(d) with slower queries and keys in 2405.15712",
+    )  # fmt: skip
 
 
 def _follows(d: Difference, wrong: Sequence[Difference]) -> bool:
@@ -94,7 +194,17 @@ def _joined(wrong: Sequence[Difference], family: Family) -> list[tuple[Differenc
 
 def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, line: Line, family: Family) -> Finding:
     (first, what), names = members[0], tuple(d.name for d, _ in members)
+    if what == "start" and all(_starts_smaller(d) for d, _ in members):
+        return _of_small_readout(first, names, line, family)
+    if what == "start" and all(_starts_louder(d, family) and not d.bent for d, _ in members):
+        louder = f"the output's change in the first steps grows as {power(line.word, first.excess)}"
+        return Finding(
+            severity="caution", names=names, role=first.role, what="start", slope=first.slope, target=first.target,
+            consequence=louder, remedy=remedy(first, "start", line), why="2407.05872 starts so, under Adam",
+        )  # fmt: skip
     severity, why = _severity(first, reference)
+    if what == "multiplier":
+        severity, why = "fault", ""
     difference = dataclasses.replace(first, quantity="rate") if first.name == TIED and what == "multiplier" else first
     worst = max(
         (
@@ -104,9 +214,31 @@ def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, l
         key=_weight,
     )
     role = _together([d for d, _ in members])
+    if worst is not None and worst[1].verdict == "explodes":
+        # A source that has it so has it for another optimizer or another growth.
+        severity, why = "fault", ""
     return Finding(
         severity=severity, names=names, role=role, what=what, slope=first.slope, target=first.target,
         consequence=consequence(first, what, worst, line), remedy=remedy(first, what, line), why=why,
+    )  # fmt: skip
+
+
+def _of_small_readout(d: Difference, names: tuple[str, ...], line: Line, family: Family) -> Finding:
+    """Return the caution of a readout that is scaled down twice, and why training recovers from it."""
+    if family == "sgd":
+        why = (
+            "training recovers: the readout's gradient does not depend on its own start, so that it has its size after a "
+            "few steps, and the layers before it wait so long, as with a readout that starts at zero"
+        )
+    else:
+        why = (
+            "training recovers: Adam's steps do not depend on a gradient's size, so that the readout has its size after a "
+            "few steps, as one that starts at zero has"
+        )
+    return Finding(
+        severity="caution", names=names, role=d.role, what="start", slope=d.slope, target=d.target,
+        consequence=f"the logits start {power(line.word, d.excess)} smaller than they should",
+        remedy=remedy(d, "start", line), why=why,
     )  # fmt: skip
 
 
@@ -148,8 +280,6 @@ def _severity(d: Difference, reference: Reference) -> tuple[Severity, str]:
             "caution",
             "sources disagree: fixed lr*wd in 2405.13698 and 2505.01618, falling with width in 2510.15262 and 2512.05620",
         )
-    if d.quantity == "start" and role is Role.READOUT and near(0.5):
-        return "caution", "2407.05872 starts so; it is louder in the first steps"
     if d.quantity == "rate" and role is Role.TOKEN_EMBEDDING and near(-0.5):
         return "caution", "2506.15025 and 2407.17465 have it so, for vocabularies much larger than the width"
     return "fault", ""

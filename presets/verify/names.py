@@ -73,6 +73,7 @@ class Label(NamedTuple):
         in_block: of a residual block.
         part: of an encoder-decoder, as `ParamSpec.part`.
         layout: "out, in" of PyTorch's Linear, "in, out" of JAX; empty where the name shows neither.
+        guessed: the name does not say the role, and the shapes at two sizes gave it.
     """
 
     role: str
@@ -80,6 +81,7 @@ class Label(NamedTuple):
     in_block: bool
     part: str
     layout: str
+    guessed: bool = False
 
 
 def merged(name: str) -> str:

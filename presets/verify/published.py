@@ -33,13 +33,24 @@ class Mistake:
     alone: bool = False
 
 
+EQUAL_RATES = 1e-4
+"""Relative difference up to which two learning rates are one: far above float32's 1e-7, far below any rule's."""
+
+
 def _near(finding: Finding, exponent: float) -> bool:
     return abs(finding.excess - exponent) < 0.15
 
 
 def _one_rate(line: Line) -> bool:
-    """Whether every parameter has one learning rate."""
-    return all(len({p.entry.lr for p in m.parameters.values()} - {None}) == 1 for m in line.models)
+    """Return whether every parameter has one learning rate.
+
+    Rates are means over layers and may have gone through float32: they are compared with a tolerance.
+    """
+    for model in line.models:
+        rates = [p.entry.lr for p in model.parameters.values() if p.entry.lr is not None]
+        if not rates or max(rates) > min(rates) * (1 + EQUAL_RATES):
+            return False
+    return True
 
 
 def _hidden(finding: Finding) -> bool:

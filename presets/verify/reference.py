@@ -18,14 +18,14 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, VECTORS, PresetError, Role
 from mupax.presets.rule import Decay
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference, Laws, differences
-from mupax.presets.verify.fit import Line
+from mupax.presets.verify.fit import TOLERANCE, Line
 
 ORDER = (
     ("mup", {}), ("depth-mup", {"alpha_l": 0.5}), ("completep", {}), ("depth-mup", {"alpha_l": 1.0}), ("mup-half", {}),
     ("depth-mup", {"alpha_a": 0.5, "alpha_l": 0.5}), ("depth-mup", {"alpha_a": 0.5, "alpha_l": 1.0}), ("u-mup", {}), ("spectral", {}),
     ("maximal-update", {}), ("sp-layerwise", {}), ("hybrid", {}), ("ntk", {}),
 )  # fmt: skip
-"""Presets that a dump is compared with, the first of equally close ones."""
+"""Presets that a dump is compared with. Of several that fit equally well the first one is the reference, so `mup` before all others."""
 _FAMILY = ("mup", "depth-mup", "completep", "mup-half")
 """What a dump is held against that is no preset's."""
 _WEIGHTS = {LOGITS: 0.9, BRANCH: 4.0, "eps": 0.0, "pull": 0.0}
@@ -73,9 +73,12 @@ def closest(line: Line, optimizer: str, decay: Decay, named: Preset | None = Non
     stable = _stable(optimizer, tuple(sorted((a, round(x, 3)) for a, x in line.growth.items())), line.limit, tied)
     references = []
     for laws in stable:
-        references.append(_reference(laws, line, optimizer, decay))
-        if not any(difference.wrong for difference in references[-1].differences):
-            return references[-1]
+        reference = _reference(laws, line, optimizer, decay)
+        if not _shows_its_attention(reference, line):
+            continue
+        references.append(reference)
+        if not any(difference.wrong for difference in reference.differences):
+            return reference
     if not references:
         raise PresetError(
             f"no preset has a rule for {optimizer} that is stable as {line.word} grows; name one with --preset"
@@ -91,6 +94,20 @@ def closest(line: Line, optimizer: str, decay: Decay, named: Preset | None = Non
 
 def _reference(laws: Laws, line: Line, optimizer: str, decay: Decay) -> Reference:
     return Reference(preset=laws.preset, differences=differences(laws, line, optimizer, decay))
+
+
+def _shows_its_attention(reference: Reference, line: Line) -> bool:
+    """Return whether the dumps may be of this preset, judged by what it gives queries and keys.
+
+    A preset whose logits fall slower than 1/d slows queries and keys down in return. Dumps with 1/sqrt(d) are of that preset
+    only if those rates are in them and are right: hidden matrices of any name have `mup`'s rates, and fit by chance.
+    """
+    growth = line.growth.get("head_dim", 0.0)
+    if not growth or reference.preset.logits.growth({"head_dim": 1.0}) < -1 + TOLERANCE:
+        return True
+    rates = [d for d in reference.differences if d.quantity == "rate"]
+    attention = [d for d in rates if d.fused or (d.spec is not None and d.spec.role in (Role.QUERY, Role.KEY))]
+    return not rates or (bool(attention) and not any(d.wrong for d in attention))
 
 
 def is_standard(line: Line, optimizer: str, decay: Decay) -> bool:

@@ -30,6 +30,7 @@ class Finding:
         consequence: what happens as the model grows.
         remedy: what to write instead.
         why: of a caution, why it is none more.
+        text: the sentence of a finding that is about no single number.
     """
 
     severity: Severity
@@ -41,6 +42,7 @@ class Finding:
     consequence: str
     remedy: str
     why: str = ""
+    text: str = ""
 
     @property
     def excess(self) -> float:
@@ -53,6 +55,8 @@ class Finding:
         Args:
             word: what grows.
         """
+        if self.text:
+            return self.text
         shown = ", ".join(self.names[:SHOWN]) + (
             f" and {len(self.names) - SHOWN} more" if len(self.names) > SHOWN else ""
         )
@@ -64,6 +68,12 @@ class Finding:
         )
         text = f"{shown}{of}: {_PHRASES[self.what]} {is_}, so {self.consequence}. {self.remedy}."
         return f"{text} ({self.why}.)" if self.why else text
+
+    @property
+    def subject(self) -> str:
+        """The number and its parameters, in a few words."""
+        names = ", ".join(self.names[:SHOWN]) + (" and others" if len(self.names) > SHOWN else "")
+        return names if self.text else f"{_PHRASES[self.what]} of {names}"
 
 
 _PHRASES = {

@@ -94,6 +94,12 @@ def _heads(
 ) -> dict[str, int]:
     attention = [*roles.get(Role.QUERY, ()), *roles.get(Role.VALUE, ())]
     if not attention:
+        blocks = any(parameter.spec.in_block for parameter in parameters.values())
+        if dump.attention is not None and dump.head_dim is None and blocks:
+            raise PresetError(
+                f'{dump.source}: "attention" is given, and no name says which parameters make queries and keys; write '
+                f'--head-dim 64 (or 32,64: one a file), or "head_dim" into "model"'
+            )
         head_dim = dump.head_dim or 1
         return dict.fromkeys(("heads", "kv_heads"), max(1, embed // head_dim)) | {"head_dim": head_dim}
     rows: dict[Role, int] = {}

@@ -95,7 +95,9 @@ What it says:
   start as the queries' matrix (`--preset.constants key_start=query`) have both.
 * d_v, d_ff and heads at a fixed d_model cannot grow alone: what is inside moves as their -1/2. A mean-field MLP out (`mlp_out`) has
   the speed and loses the signal.
-* d_model alone cannot either: with `mup`'s readout mappings of fixed size move as d_model^1/2, with `sp`'s the stream stands still.
+* d_model alone cannot either: with `mup`'s readout mappings of fixed size move as d_model^1/2, with `sp`'s the stream stands still. Both
+  are speeds as *speed* has them, at equal parts of the loss's decay. Under `mup`'s own rates parts are equal too; under `sp`'s they are
+  not (*balance*), and how fast its mappings move by its own rate is in no column.
 * width can, under `mup` and `mup-half`.
 * Positions: independent tokens average out, as positions^-1/2.
 * Depth: alpha_l = 1 has the speed and loses the branches' share of the stream, alpha_l = 1/2 the other way round.

@@ -143,3 +143,14 @@ def test_centred_models_pay_for_the_frozen_forward_pass() -> None:
     centred = dataclasses.replace(plain, centered=True)
     assert flops.train_flops(plain) == 3 * flops.forward_flops(plain)
     assert flops.train_flops(centred) == 4 * flops.forward_flops(plain)
+
+
+@pytest.mark.parametrize("width", [30, 60])
+def test_causal_attention_counts_half_of_what_palms_mfu_counts(width: int) -> None:
+    """PaLM, 2204.02311, appendix B: 12 L H Q T a token for attention, of a step, causal or not."""
+    model = dataclasses.replace(DECODER, width=width)
+    palm = 12 * model.depth * model.num_heads * model.heads_dim * model.seq_len
+    assert 3 * flops.forward_terms(model)["attention"] == palm / 2  # a token is a decoder's unit, and an image a ViT's
+    positions = VIT.sizes()["position"]
+    complete = 12 * VIT.depth * VIT.num_heads * VIT.heads_dim * positions
+    assert 3 * flops.forward_terms(VIT)["attention"] / positions == complete

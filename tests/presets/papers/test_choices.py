@@ -12,11 +12,14 @@ import pytest
 from mupax import presets
 from mupax.presets import PRESETS, ParamSpec, Preset, PresetError, Role, Scales
 from mupax.presets.__main__ import main
+from mupax.presets.analysis.health import Health
 from mupax.presets.analysis.limits import Limit
+from mupax.presets.analysis.model import EXPERT_LIMITS, PARTS
 from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.presets.analysis.verdicts import verdicts
 from mupax.presets.papers import choices
-from mupax.presets.power import axis
+from mupax.presets.power import ONE, axis
+from mupax.presets.roles import VECTORS
 from tests.presets.papers.test_others import ALL, BASE, BIG, MATRICES, READOUT, TIED, TOKEN, D, F
 
 pytestmark = pytest.mark.core
@@ -313,3 +316,66 @@ def test_a_bias_inside_the_readouts_multiplier_learns_one_over_the_width():
         assert inside == dataclasses.replace(plain, lr=plain.lr * BASE["embed"] / BIG["embed"])
     plain, inside = factor_pair("depth-mup", READOUT, readout_bias_width=-1)
     assert plain == inside
+
+
+# Adam's eps of experts
+
+ROUTER = ParamSpec(role=Role.ROUTER, axes=("embed", "experts"), fan_in=("embed",), in_block=True)
+EXPERT_IN = ParamSpec(role=Role.EXPERT_IN, axes=("experts", "embed", "expert_dim"), fan_in=("embed",), in_block=True)
+EXPERT_OUT = ParamSpec(
+    role=Role.EXPERT_OUT, axes=("experts", "expert_dim", "embed"), fan_in=("expert_dim",), in_block=True
+)
+W, L, M, E = axis("embed"), axis("layers"), axis("expert_dim"), axis("experts")
+GAIN = ParamSpec(role=Role.NORM_GAIN, axes=("embed",), in_block=True)
+EPS = {
+    "router": (ROUTER, W**-1 * L**-1, E**-1 * L**-1),
+    "expert in": (EXPERT_IN, M**-1 * L**-1, E**-1 * M**-1 * L**-1),
+    "expert out": (EXPERT_OUT, W * M**-2 * L**-1, E**-1 * W**-1 * L**-1),
+    "norm in a block": (GAIN, ONE, W**-1 * L**-1),
+    "last norm": (dataclasses.replace(GAIN, in_block=False), ONE, W**-1),
+    "bias of experts": (EXPERT_OUT.bias, L**-1, E**-1 * W**-1 * L**-1),
+}
+"""Parameter to its declaration, and Adam's eps by Table 2 of 2601.20205 and by its gradient, at alpha_l 1."""
+
+
+@pytest.mark.parametrize("parameter", EPS)
+def test_eps_of_experts_is_the_papers_table_or_the_gradients(parameter: str):
+    spec, table, gradients = EPS[parameter]
+    ours = presets.get("depth-mup", alpha_l=1.0)
+    theirs = presets.get("depth-mup", alpha_l=1.0, experts_eps="table")
+    assert ours.row(spec).eps == gradients
+    assert theirs.row(spec).eps == table
+    assert dataclasses.replace(theirs.row(spec), eps=gradients) == ours.row(spec)  # and nothing else
+
+
+@pytest.mark.parametrize("parameter", ["router", "MLP in", "MLP out"])
+def test_the_default_follows_the_gradients_of_experts_and_the_papers_table_does_not(parameter: str):
+    def over_eps(**constants: Any) -> list[float]:
+        preset = presets.get("mup", **constants)
+        limits = [Limit(preset, "adam", growth, part="experts") for growth in EXPERT_LIMITS.values()]
+        return [limit.gradient[parameter] - limit.x(limit.rows[parameter].eps) for limit in limits]
+
+    assert over_eps() == pytest.approx([0.0] * len(EXPERT_LIMITS))
+    assert any(abs(exponent) > 0.4 for exponent in over_eps(experts_eps="table"))
+
+
+def test_what_the_papers_table_lets_change_is_no_trouble_of_its_own_and_is_one_of_another_table():
+    def troubles(preset: Preset) -> set[str]:
+        specs = [spec for spec, *_ in EPS.values() if spec.role not in VECTORS]
+        of_experts = {spec.role: name for name, spec in PARTS["experts"].items()}
+
+        def gradient(spec: ParamSpec, limit: Limit) -> float:
+            return limit.of("experts").gradient[of_experts[spec.role]]
+
+        words: set[str] = set()
+        for growth in EXPERT_LIMITS.values():
+            health = Health(preset, Limit(preset, "adam", growth, part="experts"), gradient)
+            words |= {group for group, column in health.troubles(specs) if column == "eps"}
+        return words
+
+    table = presets.get("mup", experts_eps="table")
+    assert troubles(presets.get("mup")) == set()
+    assert troubles(table) == set()
+    assert troubles(dataclasses.replace(table, vanishing={})) == {
+        "block.router", "block.expert_in", "block.expert_out"
+    }  # fmt: skip

@@ -193,9 +193,14 @@ def test_it_reads_well_at_80_columns(
     assert main(["verify", *write(tmp_path, SMALL, wrong), "--table"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert lines[0] == "embed x4, heads x4, mlp x4, adamw, 20 parameters; held against mup"
-    (start,) = (i for i, line in enumerate(lines) if line.startswith("WRONG"))
+    assert lines[0].startswith("WRONG: 1 wrong, 0 to know of as width grows x4, held against mup: the learning")
+    steps = [i for i, line in enumerate(lines) if line.startswith("Next: write lr 0.00025 at width 64, not 0.001")]
+    assert steps
+    assert steps[0] <= 3
+    assert "embed x4, heads x4, mlp x4, adamw, 20 parameters; held against mup" in lines
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("WRONG   "))
     assert lines[start].startswith("WRONG   block.mlp.up, block.mlp.down (matrices of blocks): the learning")
     assert lines[start + 1].startswith("        ")
-    assert any(line.startswith("block.mlp.up") and "0 not -1" in line for line in lines)
-    assert "1 wrong, 0 to know of" in lines
+    rows = [i for i, line in enumerate(lines) if line.startswith("block.mlp.up") and "0 not -1" in line]
+    assert rows
+    assert rows[0] > start

@@ -18,7 +18,8 @@ metrics.jsonl has a JSON object per step and per evaluation, as they come, and e
 * perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.
 * perf_data_wait: share of the time in which the devices had nothing to do because the next batch was not there.
 * perf_flops_per_second: model FLOPs (`mupax.zoo.flops`: no norms, nothing that remat computes again) of all devices together.
-* perf_mfu: that over the peak of the devices (`mupax.train.parallel.hardware`); only where the peak is known.
+* perf_mfu: that over the peak of the devices (`mupax.train.parallel.hardware`); only where the peak is known. Causal attention
+  counts half, where PaLM's MFU counts it in full.
 * perf_memory_peak_bytes: the most that a device of the first process had in use since the start; where devices count it.
 * perf_compile_seconds: what compiling the steps took; in the first such row of a session.
 

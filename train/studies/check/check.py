@@ -16,7 +16,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer
 from mupax.train.core.costs import fit
 from mupax.train.core.step import StepInputs
-from mupax.train.studies.check import observables, theory
+from mupax.train.studies.check import groups, observables, theory
 from mupax.train.studies.check.judge import ENDS, LAYERS, Finding, judge, passes
 from mupax.train.studies.check.theory import STEPS, Expected
 from mupax.zoo.definition import Definition
@@ -166,6 +166,7 @@ class Series:
             if each[0].ndim > 2:
                 each = [np.sqrt(np.mean(one**2, axis=-1)) for one in each]
             measured[name] = np.stack(each)
+        groups.without_rounding(measured, self.definitions[0].specs)
         return measured
 
 

@@ -19,6 +19,8 @@ from mupax.presets.roles import BIASES
 
 COLUMNS: dict[tuple[str, int], Column] = {("weight", 0): "init_std", ("movement", 1): "lr", ("gradient", 0): "eps"}
 """What is observed of a parameter, at which step, and the column of its row that sets it."""
+ROUNDING = 1e-4
+"""Share of other gradients below which one is float32's rounding: the largest seen was 3e-7."""
 QUERY_GAIN = "block.query.norm_gain"
 """Label of the gain of a QK-norm."""
 
@@ -157,6 +159,27 @@ def not_judged(specs: Mapping[str, ParamSpec], expected: Collection[tuple[str, i
     )
 
 
+def without_rounding(measured: dict[str, np.ndarray], specs: Mapping[str, ParamSpec]) -> None:
+    """Leave out gradients of shared biases that are nothing but rounding.
+
+    A bias that all channels share is taken away by a LayerNorm's mean, so that its gradient is exactly 0 in theory, and
+    1e-7 of others' when it is computed. Its steps are of no consequence, and there is no exponent to judge.
+
+    Args:
+        measured: observable to its values, changed in place.
+        specs: of the model's parameters.
+    """
+    names = labels(specs)
+    gradients = [x[:, :, 0] for name, x in measured.items() if name.startswith("gradient/") and "," not in name]
+    typical = float(np.median([np.median(x) for x in gradients])) if gradients else 0.0
+    for name, spec in specs.items():
+        key = f"gradient/{names[name]}"
+        if spec.shared and spec.role is Role.BIAS and key in measured:
+            values = measured[key]
+            if values.any() and values.max() < ROUNDING * typical:
+                del measured[key]
+
+
 def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = True) -> float | None:
     """Exponent of a parameter's gradient as stored, at unit gradient of the output; None where theory has no word for it.
 
@@ -185,8 +208,27 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
     effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
     if of is not None:
         return effective[of] + own + (limit.unaligned if of == "router" and not aligned else 0.0)
-    vector = _vector(spec, limit, effective, aligned) if spec.role in VECTORS else None
-    return None if vector is None else vector + own
+    if spec.role in VECTORS:
+        vector = _vector(spec, limit, effective, aligned)
+    else:
+        # A matrix of a block that is applied along a growing axis, as a Mixer's MLP over patches is to every channel: its
+        # sums have terms of the size of other entries' gradients. Of other matrices theory has no word.
+        vector = _of_stream(limit, effective) if spec.shared and spec.in_block else None
+    return None if vector is None else vector + own + _summed(spec, limit, aligned)
+
+
+def _summed(spec: ParamSpec, limit: Limit, aligned: bool) -> float:
+    """Return what the axes along which a parameter is shared add: n gradients in concert, and n^1/2 at initialization.
+
+    Measured on a Mixer of 64 to 512 channels: 0.50 at initialization, 0.65 after a step, 0.82 after three, 1.03 after ten.
+    """
+    shared = sum(limit.growth.get(axis, 0.0) for axis in spec.shared)
+    return shared if aligned else shared / 2
+
+
+def _of_stream(limit: Limit, effective: Mapping[str, float]) -> float:
+    """Return the exponent of the gradient of what the stream reads or is read by, at an input of entries Theta(1)."""
+    return max(effective["value"], effective["MLP in"], effective.get("shared in", -math.inf))
 
 
 def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], aligned: bool) -> float | None:
@@ -213,4 +255,4 @@ def _vector(spec: ParamSpec, limit: Limit, effective: Mapping[str, float], align
         return effective["query"]
     if limit.routed and (limit.active or limit.growth.get("expert_dim") != limit.growth.get("embed")):
         return None  # of the norm before experts: a sum over them that is independent at first (measured, a^-0.47) and aligned later
-    return max(effective["value"], effective["MLP in"], effective.get("shared in", -math.inf))
+    return _of_stream(limit, effective)

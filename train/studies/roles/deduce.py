@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.train.studies.roles import vectors
 from mupax.train.studies.roles.attention import Attention, attentions
+from mupax.train.studies.roles.cuts import cuts_of
 from mupax.train.studies.roles.flow import Flow
-from mupax.train.studies.roles.graph import Graph, Use
-from mupax.train.studies.roles.matrices import Fact, Matrices, Refusal
+from mupax.train.studies.roles.graph import Graph, Place, Use
+from mupax.train.studies.roles.matrices import FIXED, Fact, Matrices, Refusal, split_names
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -49,7 +50,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
         graph: of the loss at the first of the samples.
         samples: shapes at the base, then with each size changed alone.
     """
-    names, refused = axis_names(samples)
+    names, refused = axis_names(samples, graph)
     named = {param: axes for param, axes in names.items() if param not in refused}
     flow = Flow(graph)
     of_attention = attentions(flow)
@@ -67,6 +68,8 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
         try:
             facts = [_fact(matrices, of_attention, use) for use in uses.get(param, [])]
             one, readout = _one(facts)
+            if "kv_heads" not in samples[0].sizes and Role(one.of or one.role) in (Role.KEY, Role.VALUE):
+                axes = tuple(axis.replace("heads", "kv_heads") for axis in axes)  # as presets call them
             specs[param], evidence[param] = _spec(axes, one), one.evidence
             if readout is not None:
                 tied = dataclasses.replace(_spec(axes, readout), tied=True)
@@ -89,7 +92,30 @@ def _fact(matrices: Matrices, of_attention: list[Attention], use: Use) -> Fact:
         nexts = [end for end, _, _ in flow.reaches(use.node) if flow.matrix(end)]
         crossed = [any(node is end for of in of_attention if of.cross for node, _ in of.queries) for end in nexts]
         fact = dataclasses.replace(fact, cross=bool(crossed) and all(crossed))
-    return dataclasses.replace(fact, encoder=encoder)
+    return dataclasses.replace(fact, encoder=encoder, shared=_shared(matrices, use, fact))
+
+
+def _shared(matrices: Matrices, use: Use, fact: Fact) -> tuple[str, ...]:
+    """Return the growing axes of what a parameter meets that it has not itself: along these its gradient is a sum.
+
+    Of a QK-norm's gain and a relative bias its own axes say so already.
+    """
+    if not fact.in_block or fact.of in (Role.QUERY, Role.KEY) or fact.role is Role.RELATIVE_BIAS:
+        return ()
+    own = set(split_names(matrices.names[use.param])) | FIXED | {"layers", "encoder_layers"}
+    axes: dict[str, None] = {}
+    if use.node.op == "dot":
+        side = 0 if use.node.inputs[0] is use.view else 1
+        atoms = use.node.info["kept"][1 - side]
+    else:
+        atoms = {atom for dim in use.node.dims for atom in dim}
+    for atom in sorted(atoms, key=lambda atom: sorted(atom.places)):
+        if any(param == use.param for param, _ in atom.places):
+            continue
+        names = {matrices.names[param][at] for param, at in atom.places if param in matrices.names}
+        if len(names) == 1 and not names & own:
+            axes |= dict.fromkeys(names)
+    return tuple(axis for axis in axes if " " not in axis)
 
 
 def _one(facts: list[Fact]) -> tuple[Fact, Fact | None]:
@@ -109,27 +135,34 @@ def _one(facts: list[Fact]) -> tuple[Fact, Fact | None]:
     )
 
 
-def _spec(axes: tuple[str, ...], fact: Fact) -> ParamSpec:
+def _spec(names: tuple[str, ...], fact: Fact) -> ParamSpec:
     if fact.cross and fact.role in (Role.KEY, Role.VALUE):
-        axes = tuple("memory" if at in fact.fan_in else axis for at, axis in enumerate(axes))
+        names = tuple("memory" if at in fact.fan_in else axis for at, axis in enumerate(names))
     part = "cross" if fact.cross else "encoder" if fact.encoder else ""
     return ParamSpec(
         role=fact.role,
-        axes=axes,
-        fan_in=tuple(axes[at] for at in fact.fan_in),
+        axes=split_names(names),
+        fan_in=split_names([names[at] for at in fact.fan_in]),
         in_block=fact.in_block,
         of=fact.of,
         part=part,
         value_dim=fact.value_dim,
+        shared=fact.shared,
     )
 
 
-def axis_names(samples: Sequence[Sample]) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """The axis of every dimension, by parameter; and why a parameter has none: what its dimension is instead.
+def axis_names(
+    samples: Sequence[Sample], graph: Graph | None = None
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the axis of every dimension, by parameter; and why a parameter has none: what its dimension is instead.
+
+    A dimension that is several axes has their names in order, with spaces between: "heads head_dim" (`split_names`).
 
     Args:
         samples: at the base first, then with each size changed.
+        graph: of the loss at the base, which shows how a dimension of several axes is cut; None: such a one is refused.
     """
+    cuts = {} if graph is None else cuts_of(graph)
     # No parameter counts active experts, and the memory's width is the stream's: what reads it is told apart by flow.
     columns = {
         axis: tuple(sample.sizes[axis] for sample in samples)
@@ -146,11 +179,50 @@ def axis_names(samples: Sequence[Sample]) -> tuple[dict[str, tuple[str, ...]], d
             if len(fitting) == 1:
                 axes.append(*fitting)
                 continue
+            several = _cut_axes(column, columns, cuts.get((param, at), ()))
+            if several:
+                axes.append(several)
+                continue
             refused.setdefault(param, _why(at, column, fitting, columns))
+        axes = _as_heads(param, axes, samples[0].sizes, cuts)
         if param not in refused and len(set(axes)) < len(axes):
             refused[param] = f"two of its dimensions {shape} are the same axis; name them apart: {', '.join(axes)}"
         names[param] = tuple(axes)
     return names, refused
+
+
+def _cut_axes(
+    column: tuple[int, ...], columns: Mapping[str, tuple[int, ...]], cuts: Collection[tuple[int, ...]]
+) -> str:
+    """Return the axes that a dimension is a product of, in the order in which the loss cuts it; empty where it does not.
+
+    Args:
+        column: sizes of the dimension in all samples.
+        columns: those of every axis.
+        cuts: sizes of the parts that the loss takes the dimension apart into, the outermost first.
+    """
+    for axes in itertools.permutations(columns, 2):
+        first, second = (columns[axis] for axis in axes)
+        product = tuple(outer * inner for outer, inner in zip(first, second, strict=True))
+        if product == column and (first[0], second[0]) in cuts:
+            if first[0] == second[0]:
+                return ""  # the order cannot be told
+            return " ".join(axes)
+    return ""
+
+
+def _as_heads(
+    param: str, names: list[str], sizes: Mapping[str, int], cuts: Mapping[Place, Collection[tuple[int, ...]]]
+) -> list[str]:
+    """Return the names where a width that the loss cuts into heads is "heads head_dim".
+
+    In models whose heads make up the width, embed = heads * head_dim, no size of a head is named.
+    """
+    if "head_dim" in sizes or "heads" not in sizes:
+        return names
+    heads = sizes["heads"]
+    cut = {at for at in range(len(names)) if any(parts[:1] == (heads,) for parts in cuts.get((param, at), ()))}
+    return ["heads head_dim" if name == "embed" and at in cut else name for at, name in enumerate(names)]
 
 
 def _why(at: int, column: tuple[int, ...], fitting: Sequence[str], columns: Mapping[str, tuple[int, ...]]) -> str:

@@ -11,16 +11,12 @@ import numpy as np
 
 from mupax.train.studies.roles import operations
 from mupax.train.studies.roles.graph import Graph, Node, fresh
+from mupax.zoo.functional.tree import named_leaves
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 """Where an equation that calls keeps what it calls."""
 OPAQUE = frozenset({"shard_map", "pallas_call", "xla_pmap"})
 """Calls whose insides are in another world: of a device's part, or of memory."""
-
-
-def path_name(path: Any) -> str:
-    """A leaf's path in a tree: its keys, joined by dots."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Graph:
@@ -33,8 +29,8 @@ def trace(loss: Callable[[Any, Any], jax.Array], params: Any, batch: Any) -> Gra
     """
     closed = jax.make_jaxpr(loss)(params, batch)
     graph = Graph()
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    inputs = [graph.parameter(path_name(path), tuple(leaf.shape)) for path, leaf in leaves]
+    leaves = named_leaves(params)
+    inputs = [graph.parameter(name, tuple(leaf.shape)) for name, leaf in leaves.items()]
     for leaf in jax.tree.leaves(batch):
         floating = jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
         inputs.append(graph.add("batch", (), fresh(leaf.shape), floating, "data"))

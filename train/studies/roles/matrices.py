@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mupax.presets.roles import Role
 from mupax.train.studies.roles.attention import Attention
@@ -15,6 +15,11 @@ FIXED = frozenset(
     {"vocab", "classes", "patch", "pooled", "position", "source", "distance", "input", "output", "active"}
 )
 """Axes that no limit takes to infinity: those of data, and of what is read out."""
+
+
+def split_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the axes of dimensions of which some are several: "heads head_dim" is two."""
+    return tuple(axis for name in names for axis in name.split())
 
 
 class Refusal(Exception):
@@ -35,6 +40,7 @@ class Fact:
         value_dim: of a query or key, whether values have a size of their own.
         encoder: whether all it does goes into what another stack attends to.
         tied: whether it is a readout of a table that is looked up elsewhere.
+        shared: growing axes of what it meets that it has not itself.
     """
 
     role: Role
@@ -46,6 +52,7 @@ class Fact:
     value_dim: bool = False
     encoder: bool = False
     tied: bool = False
+    shared: tuple[str, ...] = ()
 
 
 class Matrices:
@@ -165,7 +172,7 @@ class Matrices:
         facts: dict[Role, Fact] = {}
         for of in self.attentions:
             branch = any(self.flow.branch_of(node) for node, _ in of.queries)
-            own = any("value_dim" in self.names.get(param, ()) for _, param in of.values)
+            own = any("value_dim" in split_names(self.names.get(param, ())) for _, param in of.values)
             keys = ", ".join(sorted({param for _, param in of.keys}))
             queries = ", ".join(sorted({param for _, param in of.queries}))
             for role, group, evidence in (

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 from mupax.presets.roles import AXES, ParamSpec, PresetError
 from mupax.train.core.loss import cross_entropy, of_logits
 from mupax.train.studies.roles.deduce import Roles, Sample, deduce
-from mupax.train.studies.roles.interpret import path_name, trace
+from mupax.train.studies.roles.interpret import trace
 from mupax.zoo import partition
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.families import ConfigError, ModelConfig
+from mupax.zoo.functional.tree import named_leaves
 
 BATCH = 2
 _ALONE = {
@@ -64,7 +65,8 @@ def roles_of(build: Build, sizes: Mapping[str, int]) -> Roles:
 
 
 def _shapes(params: Any) -> dict[str, tuple[int, ...]]:
-    return {path_name(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    # By the names of `define_function`, which takes the declarations: of an nnx.Variable without ".value".
+    return {name: tuple(leaf.shape) for name, leaf in named_leaves(params).items()}
 
 
 def roles_of_config(config: ModelConfig) -> Roles:

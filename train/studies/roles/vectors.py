@@ -7,7 +7,7 @@ import dataclasses
 from mupax.presets.roles import Role
 from mupax.train.studies.roles.flow import ADDS
 from mupax.train.studies.roles.graph import Node, Use
-from mupax.train.studies.roles.matrices import Fact, Matrices, Refusal
+from mupax.train.studies.roles.matrices import Fact, Matrices, Refusal, split_names
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})
 _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})
@@ -26,6 +26,10 @@ def fact(matrices: Matrices, use: Use) -> Fact:
         Refusal: it says nothing for sure.
     """
     node, names = use.node, matrices.names[use.param]
+    if node.op in ADDS and use.other in matrices.flow.branches:
+        fact = _of_branch(matrices, use)
+        if fact is not None:
+            return fact
     if matrices.flow.between(node) and node not in matrices.flow.branches:
         raise Refusal(
             "it acts on the stream itself between two branches, where in_block is not settled; declare its role"
@@ -48,6 +52,18 @@ def fact(matrices: Matrices, use: Use) -> Fact:
     raise Refusal(
         f"it meets an activation in {node.op}; none of the roles does so: declare one, or write it as a product or sum"
     )
+
+
+def _of_branch(matrices: Matrices, use: Use) -> Fact | None:
+    """Return the bias of the matrix that ended the branch before, as in h + x @ w + b; None where that is no such sum."""
+    flow, end = matrices.flow, use.other
+    assert end is not None
+    sources = flow.sources(flow.branches[end][1])
+    facts = [matrices.at.get((source.node, param)) for source in sources for param in source.params]
+    if len(facts) != 1 or facts[0] is None or not set(_axes(matrices, use)) <= _outputs(matrices, sources):
+        return None
+    evidence = f"is added after the product of the {facts[0].role.value}, which ends the branch"
+    return dataclasses.replace(facts[0], role=Role.BIAS, evidence=evidence, fan_in=(), of=facts[0].role)
 
 
 def _added(matrices: Matrices, use: Use) -> Fact:
@@ -88,12 +104,13 @@ def _outputs(matrices: Matrices, sources: list) -> set[str]:
         for param in source.params:
             of = matrices.at.get((source.node, param))
             names = matrices.names.get(param, ())
-            axes |= {axis for at, axis in enumerate(names) if of is not None and at not in of.fan_in}
+            outputs = [axis for at, axis in enumerate(names) if of is not None and at not in of.fan_in]
+            axes |= set(split_names(outputs))
     return axes
 
 
 def _axes(matrices: Matrices, use: Use) -> tuple[str, ...]:
-    return matrices.names[use.param]
+    return split_names(matrices.names[use.param])
 
 
 def _multiplied(matrices: Matrices, use: Use) -> Fact:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax import zoo
+from mupax import presets, zoo
 from mupax.presets.matrices import MATRICES
 from mupax.presets.roles import ParamSpec, Role
 from mupax.train.__main__ import main
@@ -23,10 +23,9 @@ SIZES = "embed=20,heads=4,head_dim=6,mlp=28,vocab=50,position=12"
 
 
 def without_layers(name: str) -> ParamSpec:
-    """The zoo's declaration of a matrix as one of a layer's own, whose heads are all query heads."""
+    """The zoo's declaration of a matrix as one of a layer's own."""
     spec = MATRICES[name]
-    axes = tuple("heads" if axis == "kv_heads" else axis for axis in spec.axes if axis != "layers")
-    return dataclasses.replace(spec, axes=axes)
+    return dataclasses.replace(spec, axes=tuple(axis for axis in spec.axes if axis != "layers"))
 
 
 PLACES = {
@@ -76,7 +75,8 @@ def test_what_is_found_gives_the_model_a_preset(name: str) -> None:
         lambda *_: None, build(sizes)[0], roles.specs, sizes={"layers": 2}, tied_readout=roles.tied
     )
     assert definition.specs == roles.specs
-    assert definition.sizes == {**sizes, "layers": 2}
+    assert definition.sizes == {**sizes, "kv_heads": sizes["heads"], "layers": 2}
+    presets.get("mup", base=sizes).scales(definition.specs[PLACES[name][1].format(0)], definition.sizes)
 
 
 def test_the_command_on_a_function(capsys: pytest.CaptureFixture[str]) -> None:

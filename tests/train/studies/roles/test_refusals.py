@@ -264,8 +264,10 @@ def test_vectors_without_a_matrix_or_norm() -> None:
 
     scaled = roles_of(vector, run_mlp, outside=lambda p, x: x * p["w"])
     assert refusal(scaled, "w").startswith("it multiplies what no norm made, outside of all branches")
-    added = roles_of(vector, run_mlp, outside=lambda p, x: x + p["w"])
+    added = roles_of(vector, run_mlp, outside=lambda p, x: jnp.tanh(x) + p["w"])
     assert refusal(added, "w").startswith("it is added to no matrix's product, as neither their bias nor a position")
+    bias = roles_of(vector, run_mlp, outside=lambda p, x: x + p["w"])  # h + x @ down + w, which is (h + x @ down) + w
+    assert (bias.refused, bias.specs["w"].group) == ({}, "block.mlp_out.bias")
 
 
 def test_a_norm_between_branches() -> None:

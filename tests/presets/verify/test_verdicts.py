@@ -1,0 +1,242 @@
+"""One verdict: exit code, first line, findings and consequences agree for any dump, whatever its parameters are called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from mupax import presets
+from mupax.presets.__main__ import main
+from mupax.presets.verify.reference import ORDER
+from tests.presets.verify.dumps import Contents, changed, decoder, dump, verified
+from tests.presets.verify.test_right import grown
+
+pytestmark = pytest.mark.core
+
+QUERIES = [("attn.q_proj", "attn.k_proj"), ("attn_q", "attn_k"), ("attn.w1", "attn.w2"), ("mixer.left", "mixer.right")]
+"""Names of queries and keys: known, unknown, and taken for an MLP's."""
+
+
+def network(
+    width: int, layers: int = 2, query: str = "attn.q_proj", key: str = "attn.k_proj", **model: Any
+) -> Contents:
+    """Return a decoder under muP in PyTorch's names, relative to width 64, with a fixed number of heads."""
+    times, rate = width / 64, 6e-4
+
+    def entry(shape: list[int], std: float, lr: float = 1.0, multiplier: float = 1.0) -> Contents:
+        return {"shape": shape, "std": std, "lr": lr * rate, "wd": 0.0, "eps": 1e-8 / times, "multiplier": multiplier}
+
+    def matrix(shape: list[int]) -> Contents:
+        return entry(shape, shape[1] ** -0.5, 1 / times)
+
+    contents = {"wte.weight": entry([256, width], 0.5)}
+    for layer in range(layers):
+        for name in (query, key, "attn.v_proj", "attn.o_proj"):
+            contents[f"h.{layer}.{name}.weight"] = matrix([width, width])
+        contents[f"h.{layer}.mlp.c_fc.weight"] = matrix([4 * width, width])
+        contents[f"h.{layer}.mlp.c_proj.weight"] = matrix([width, 4 * width])
+        contents[f"h.{layer}.ln_1.weight"] = {"shape": [width], "lr": rate}
+    contents["lm_head.weight"] = entry([256, width], 0.125, multiplier=1 / times)
+    about = {"optimizer": "adam", "head_dim": width // 4, "attention": 16 / width, "branch": 1.0}
+    return {**contents, "model": {**about, **model}}
+
+
+def shown(capsys: pytest.CaptureFixture[str], folder: Path, *files: Contents, flags: tuple[str, ...] = ()) -> Any:
+    """Return the exit code of `verify` and what it prints, in one line."""
+    paths = [folder / f"{index}.json" for index in range(len(files))]
+    for path, contents in zip(paths, files, strict=True):
+        path.write_text(json.dumps(contents))
+    capsys.readouterr()
+    code = main(["verify", *map(str, paths), *flags])
+    streams = capsys.readouterr()
+    return code, " ".join((streams.out + streams.err).split())
+
+
+@pytest.mark.parametrize(("query", "key"), QUERIES)
+def test_attention_by_the_root_is_wrong_whatever_queries_are_called(
+    query: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    right = [network(width, query=query, key=key) for width in (64, 256)]
+    code, text = shown(capsys, tmp_path, *right)
+    assert code == 0
+    assert text.startswith("RIGHT: ")
+    root = [network(width, query=query, key=key, attention=(width / 4) ** -0.5) for width in (64, 256)]
+    code, text = shown(capsys, tmp_path, *root)
+    assert code == 1
+    assert text.startswith("WRONG: 1 wrong")
+    assert "attention logits: the forward multiplier falls as width^-0.5" in text
+
+
+@pytest.mark.parametrize("without", [(), ("lr",)])
+def test_attention_by_the_root_is_a_caution_under_any_preset_that_has_it(
+    without: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = decoder(16)
+    files = [dump(presets.get("mup-half"), model, base) for model in (base, grown(base, "head_dim"))]
+    files = [{name: {k: v for k, v in e.items() if k not in without} for name, e in x.items()} for x in files]
+    for flags in ((), ("--preset", "mup-half")):
+        code, text = shown(capsys, tmp_path, *files, flags=flags)
+        assert code == 0
+        assert text.startswith("RIGHT, with a caution: 0 wrong, 1 to know of")
+        assert "caution attention logits" in text
+        assert ("and those of the files do." in text) == (not without)
+        assert ("the files do not say" in text) == bool(without)
+
+
+def test_attention_at_a_fixed_head_is_of_no_concern(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    code, text = shown(capsys, tmp_path, *(network(width, head_dim=16, attention=0.25) for width in (64, 256)))
+    assert code == 0
+    assert "attention logits" not in text
+
+
+def test_names_that_were_taken_for_hidden_matrices_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    _, text = shown(capsys, tmp_path, *(network(width, query="attn_q", key="attn_k") for width in (64, 256)))
+    assert (
+        "note: taken for hidden matrices by their shapes, as their names say nothing: h.*.attn_q.weight, h.*.attn_k.weight"
+        in text
+    )
+    assert "--role 'h.*.attn_q.weight=query'" in text
+    _, text = shown(capsys, tmp_path, *(network(width) for width in (64, 256)))
+    assert "taken for" not in text
+
+
+def test_attention_without_a_name_or_a_head_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    names = {"query": "left", "key": "right"}
+    files = [network(width, **names) for width in (64, 256)]
+    files = [{n.replace("v_proj", "third").replace("o_proj", "fourth"): e for n, e in x.items()} for x in files]
+    assert shown(capsys, tmp_path, *files)[0] == 0
+    bare = [{**x, "model": {k: v for k, v in x["model"].items() if k != "head_dim"}} for x in files]
+    code, text = shown(capsys, tmp_path, *bare)
+    assert code == 2
+    assert "write --head-dim 64" in text
+
+
+@pytest.mark.parametrize("layers", [1, 3, 12])
+@pytest.mark.parametrize("noise", [0.0, 1e-7])
+def test_an_overwritten_scheduler_is_named_with_any_number_of_layers(
+    layers: int, noise: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    random = Random(0)
+
+    def one_rate(name: str, entry: Contents) -> Contents:
+        return {"lr": 6e-4 * (1 + noise * random.random())}
+
+    _, text = shown(capsys, tmp_path, *(changed(network(width, layers), one_rate) for width in (64, 256)))
+    assert "a scheduler that sets the rate of all groups to its own undoes those of the groups" in text
+    _, text = shown(capsys, tmp_path, *(network(width, layers) for width in (64, 256)))
+    assert "scheduler" not in text
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_a_readout_that_starts_too_small_is_one_caution(
+    optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    base = decoder(16)
+    files = [dump(presets.get("mup"), model, base, optimizer) for model in (base, grown(base, "heads"))]
+    files[1]["readout"]["std"] /= 4
+    code, text = shown(capsys, tmp_path, *files)
+    assert code == 0
+    assert text.startswith("RIGHT, with a caution: 0 wrong, 1 to know of")
+    assert "the logits start width^-1 smaller than they should" in text
+    assert "training recovers" in text
+    assert "explode" not in text
+    files[1]["readout"]["lr"] /= 16 if optimizer == "sgd" else 4
+    code, text = shown(capsys, tmp_path, *files)
+    assert code == 1
+
+
+TABLE = "wte.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        (TABLE, [256], "wte.weight has the shape [256, 64] in 0.json and [256] in 1.json, which is another number"),
+        (TABLE, [256, 128], "wte.weight has the shape [256, 64] in 0.json and [256, 128] in 1.json, and no parameter"),
+        (TABLE, [256, 64], "wte.weight has the shape [256, 64] in 0.json and [256, 64] in 1.json, and no parameter"),
+        ("lm_head.weight", [256, 256, 1], "lm_head.weight has the shape [256, 64] in 0.json and [256, 256, 1]"),
+        ("h.{}.attn.v_proj.weight", [128, 256], "h.*.attn.v_proj.weight has the shape [64, 64] in 0.json and [128"),
+        ("h.{}.ln_1.weight", [64], "h.*.ln_1.weight has the shape [64] in 0.json and [64] in 1.json: it is 1 times"),
+        ("h.{}.mlp.c_proj.weight", [256, 512], "h.*.mlp.c_fc.weight has the shape [256, 64] in 0.json and [1024, 256]"),
+    ],
+)
+def test_shapes_that_are_of_no_one_model_are_refused(
+    name: str, shape: list[int], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    small, large = network(64), network(256)
+    for layer in range(2):
+        large[name.format(layer)]["shape"] = shape
+    code, text = shown(capsys, tmp_path, small, large)
+    assert code == 2
+    assert words in text
+    assert "write" in text
+
+
+def test_a_vocabulary_that_was_padded_is_no_other_shape(tmp_path: Path):
+    small, large = network(64), network(256)
+    for name in (TABLE, "lm_head.weight"):
+        large[name]["shape"] = [320, 256]
+    assert verified(tmp_path, small, large)[0] == 0
+
+
+@pytest.mark.parametrize("axis", ["heads", "head_dim"])
+@pytest.mark.parametrize("without", [(), ("eps",), ("eps", "wd", "lr"), ("std",)])
+def test_of_presets_that_fit_equally_well_mup_is_first(axis: str, without: tuple[str, ...], tmp_path: Path):
+    base = decoder(16)
+    files = [dump(presets.get("mup"), model, base) for model in (base, grown(base, axis))]
+    files = [{name: {k: v for k, v in e.items() if k not in without} for name, e in x.items()} for x in files]
+    assert verified(tmp_path, *files)[1]["lines"][0]["reference"] == "mup"
+
+
+def anything(random: Random) -> tuple[list[Contents], tuple[str, ...]]:
+    """Return dumps at two sizes with wrong numbers at random, and flags."""
+    name, constants = random.choice([*ORDER, ("sp", {}), ("mup", {}), ("mup", {})])
+    preset, tied = presets.get(name, **dict(constants)), random.random() < 0.2
+    optimizer = random.choice(preset.optimizers)
+    base = decoder(16, tied=tied and name in ("mup", "sp"))
+    larger = grown(base, random.choice(["heads", "head_dim", "depth"]))
+    files = [dump(preset, model, base, optimizer) for model in (base, larger)]
+    names = [n for n in files[0] if n != "model"]
+    for _ in range(random.choice([0, 1, 1, 2, 4])):
+        column, factor = (
+            random.choice(["std", "lr", "eps", "wd", "multiplier"]),
+            4.0 ** random.choice([-2, -1, -0.5, 0.5, 1, 2]),
+        )
+        for parameter in random.sample(names, random.choice([1, 1, 3, len(names)])):
+            files[1][parameter][column] *= factor
+    if random.random() < 0.3:
+        files[1]["model"][random.choice(["attention", "branch"])] *= 4.0 ** random.choice([-1, -0.5, 0.5, 1])
+    if random.random() < 0.2:
+        files = [changed(x, lambda n, e: {"std": 0.0} if n == "readout" else None) for x in files]
+    return files, ("--preset", name) if random.random() < 0.3 else ()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exit_code_verdict_and_consequences_agree_for_any_dump(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    random = Random(seed)
+    verdicts = set[str]()
+    for _ in range(8):
+        files, flags = anything(random)
+        code, text = shown(capsys, tmp_path, *files, flags=flags)
+        assert code in (0, 1), text
+        _, report = verified(tmp_path, *files, flags=flags)
+        (line,) = report["lines"]
+        verdict, limits = line["verdict"], line["limits"]
+        severities = {finding["severity"] for finding in line["findings"]}
+        verdicts.add(verdict)
+        assert (verdict == "wrong") == (code == 1) == ("fault" in severities), text
+        assert (verdict == "right") == (not severities), text
+        head = {"wrong": "WRONG: ", "caution": "RIGHT, with a caution: ", "right": "RIGHT: "}[verdict]
+        assert text.startswith(head), text
+        if verdict != "wrong":
+            assert "explode" not in text, text
+            assert not any(entry["verdict"] in ("explodes", "lazy") for entry in limits.values()), text
+        if verdict == "right":
+            assert not limits, text
+    assert len(verdicts) > 1  # the dumps are not all alike
