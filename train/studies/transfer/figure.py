@@ -23,6 +23,8 @@ WIDE = 3.0
 """Greatest loss over the least from which on the axis of losses is logarithmic."""
 ACROSS = 3
 """Most panels in a row."""
+MARKERS = "os^DvP"
+"""Per size, so that curves can be told apart without their shades."""
 LETTERS = 40
 """Of a line of a panel's title."""
 LOSSES = {
@@ -34,8 +36,8 @@ LOSSES = {
 def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, loss: str = LOSSES["training"]) -> None:
     """Write a PNG of panels with shared axes, at most `ACROSS` in a row, one per study of an axis.
 
-    Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
-    diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
+    Curves go from light (smallest) to dark (largest), each with a marker of its own; faint points are seeds, a cross at the top a
+    rate at which a seed diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
 
     Args:
         path: of the picture.
@@ -84,11 +86,13 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
     from matplotlib.ticker import MaxNLocator
 
     top: Any = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
+    labelled = False
     for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
         colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
+        marker = MARKERS[at % len(MARKERS)]
         mean = np.nanmean(curve.losses, axis=1)
         finite = np.isfinite(mean)
-        panel.plot(curve.x[finite], mean[finite], "o-", color=colour, lw=1.8, ms=3.5, label=f"{size}")
+        panel.plot(curve.x[finite], mean[finite], f"{marker}-", color=colour, lw=1.8, ms=4.5, label=f"{size}")
         panel.plot(curve.x, curve.losses, "o", color=colour, ms=2.2, alpha=0.35, zorder=1)
         panel.plot(curve.x[~finite], np.ones((~finite).sum()), "x", color=colour, ms=6, **top)
         fitted, optimum = analysis.fits[at], analysis.optima[at]
@@ -96,15 +100,19 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
             continue
         if math.isfinite(optimum.half_width):
             panel.errorbar(fitted.optimum, fitted.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
-        panel.plot(fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+        ringed = panel.plot(fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+        if not labelled:
+            ringed[0].set_label("best rate, 95 %")
+            labelled = True
     if not analysis.fits[0].trouble:
-        panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        dashed: Any = {"color": "#888888", "linewidth": 1, "linestyle": (0, (4, 3)), "zorder": 0}
+        panel.axvline(analysis.fits[0].optimum, label=f"best rate of {analysis.sizes[0]}", **dashed)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
 
 
 def drift_words(analysis: Analysis) -> str:
-    """The drift and the verdict, as a panel's title says them."""
+    """Return the drift and the verdict, as a panel's title says them."""
     if len(analysis.sizes) == 1:
         return analysis.fits[0].trouble or f"best rate {2.0 ** analysis.fits[0].optimum:.3g}"
     drift = analysis.drift

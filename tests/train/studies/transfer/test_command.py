@@ -30,7 +30,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "mup transfers in head_dim" in out
     assert "sp drifts in head_dim" in out
-    assert "drift apart from that of sp" in out
+    assert "its drift is apart from that of sp" in out
     assert {c.steps for c in run.configs} == {7}
 
     record = json.loads((tmp_path / "transfer.json").read_text(), parse_constant=pytest.fail)
