@@ -25,7 +25,7 @@ from scipy.special import stdtrit
 from mupax.presets.tuned.judgement import BOUND, TOLERANCE, Verdict, judge
 from mupax.train.studies.transfer.fit import OCTAVE, Curve, Fit, fit, projection
 
-__all__ = ["BOUND", "TOLERANCE", "Analysis", "Interval", "Scatter", "analyse", "finite"]
+__all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter", "analyse", "finite"]
 
 CONFIDENCE = 0.975
 """Upper quantile of a two-sided interval of 95 %."""

@@ -46,6 +46,8 @@ class Curve:
     x: np.ndarray
     losses: np.ndarray
     first: int
+    _fits: dict[int, Fit] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    """Fits by number of seeds, kept because a study asks for them in every round."""
 
     @functools.cached_property
     def mean(self) -> np.ndarray:
@@ -67,6 +69,10 @@ class Curve:
 
         Chosen from the first seeds alone, so that seeds added later do not move it.
         """
+        return self._window
+
+    @functools.cached_property
+    def _window(self) -> np.ndarray:
         mean, best = self.mean, self.best
         if not np.isfinite(mean).any():
             return np.zeros(len(mean), bool)
@@ -165,12 +171,18 @@ def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
 
 
 def fit(curve: Curve, seeds: int) -> Fit:
-    """The minimum of a size's curve, from its first `seeds` seeds.
+    """Return the minimum of a size's curve, from its first `seeds` seeds.
 
     Args:
         curve: of the size.
         seeds: counted from the first, whose mean is fitted.
     """
+    if seeds not in curve._fits:
+        curve._fits[seeds] = _fitted(curve, seeds)
+    return curve._fits[seeds]
+
+
+def _fitted(curve: Curve, seeds: int) -> Fit:
     window = curve.window()
     trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)
     used = tuple(float(x) for x in curve.x[trained])

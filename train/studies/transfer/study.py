@@ -111,6 +111,8 @@ class Measured:
     rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
     stopped: str = ""
     chosen: dict[int, int] = dataclasses.field(default_factory=dict)
+    _curves: dict[int, tuple[int, int, int, Curve]] = dataclasses.field(default_factory=dict, repr=False)
+    """Per size its number of rows, all seeds, first seeds and curve: a round asks for curves several times."""
     _analysed: tuple[int, dict[int, int], Analysis | None] | None = dataclasses.field(default=None, repr=False)
     """Rows and chosen seeds of the last analysis, and that analysis: a round asks for it several times."""
 
@@ -120,8 +122,14 @@ class Measured:
         return sum(row.seconds for row in self.rows.values())
 
     def curve(self, at: int) -> Curve:
-        """Losses of one size, at the rates that have their first seeds."""
+        """Return the losses of one size, at the rates that have their first seeds."""
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
+        state = (sum(index == at for index, _, _ in self.rows), seeds, self._first(at))
+        if at not in self._curves or self._curves[at][:3] != state:
+            self._curves[at] = (*state, self._curve_of(at, seeds))
+        return self._curves[at][3]
+
+    def _curve_of(self, at: int, seeds: int) -> Curve:
         tried = {rate for index, rate, _ in self.rows if index == at}
         rates = sorted(r for r in tried if all((at, r, s) in self.rows for s in range(self.first)))
         points = [[(at, r, s) for s in range(seeds)] for r in rates]
