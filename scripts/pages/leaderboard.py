@@ -19,17 +19,20 @@ from typing import Any, NamedTuple
 
 from mupax import presets
 from mupax.errors import MupaxError
+from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
 
 FOLDERS = (ROOT / "docs" / "transfer", ROOT / "docs" / "leaderboard")
 PAGE = ROOT / "docs" / "leaderboard.md"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-HEAD = """# Leaderboard
+HEAD = f"""# Leaderboard
 
 Who keeps the learning rate as a model grows, and what it costs not to tune again. Each table is one model under one optimizer, grown in
-one dimension; all its rows saw the same batches. **Drift** is by how many octaves the best learning rate moves as the size doubles, with
-its 95 % interval; **price** is the loss at the largest size and the smallest one's best learning rate, less the least that any rate
-reaches there; **loss** is that least. Rows are ordered by price. How all of it is measured: [transfer.md](transfer.md).
+one dimension; all its rows saw the same batches. **Verdict** is `transfers` where the drift is within ± {TOLERANCE:.2f} and its interval
+inside ± {BOUND:.2f}, `drifts` where the interval lies wholly outside ± {TOLERANCE:.2f}, else `undecided`. **Price** is the loss at the
+largest size and the smallest one's best learning rate, less the least that any rate reaches there; **drift** is by how many octaves the
+best learning rate moves as the size doubles, with its 95 % interval; **loss** is that least. Rows are ordered by price. How all of it
+is measured: [transfer.md](transfer.md).
 
 Made by `python -m scripts.pages.leaderboard` from `transfer.json` of every study. To add a row, name a study and write what follows
 `mupax train transfer`; it trains, adds its rows and writes this page:
@@ -93,11 +96,11 @@ def page(entries: Sequence[Row]) -> str:
     lines = [HEAD]
     for task in dict.fromkeys(row.task for row in entries):
         lines += [f"## {task[0].upper()}{task[1:]}", ""]
-        lines += ["| preset | drift | verdict | price | loss | seeds | study |", "|---|---|---|---|---|---|---|"]
+        lines += ["| preset | verdict | price | drift | loss | seeds | study |", "|---|---|---|---|---|---|---|"]
         for row in (row for row in entries if row.task == task):
             loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
             lines.append(
-                f"| `{row.preset}` | {_interval(row.drift, '+.2f')} | {row.verdict} | {_interval(row.price, '.3f')} | {loss} | "
+                f"| `{row.preset}` | {row.verdict} | {_interval(row.price, '.3f')} | {_interval(row.drift, '+.2f')} | {loss} | "
                 f"{row.seeds} | `{row.study}` |"
             )
         lines.append("")

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mupax.train.studies.transfer import command as transfer_command
+from mupax.train.studies.transfer.drift import BOUND, TOLERANCE
 from scripts import ROOT
-from scripts.studies import searches_page
+from scripts.studies import searches_page, verdicts
 
 OUT = ROOT / "docs" / "transfer"
 LM = (
@@ -101,16 +102,24 @@ ABOUT = {
     "eight seeds know neither drift better than 0.6. From four experts to sixteen, one seed, `mup` drifts by -0.57; why is "
     "not tested.",
 }
-HEAD = """# Does the learning rate transfer?
+HEAD = f"""# Does the learning rate transfer?
 
 Small models grown in one dimension at a time, eightfold unless said otherwise: learning rates half an octave apart, the same batches for
 every point, the same seeds at every size. The best learning rate is the vertex of a parabola through the seeds' mean losses within an
-octave of the grid's best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds
-(`train/studies/transfer/drift.py`). A preset **transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15;
-the control must drift. The price of not tuning is the loss at the smallest size's best learning rate less that at the size's own. Where
-the control, tuned anew at the largest size, ends below a preset's least loss, the preset's learning rates transfer and its other
-constants are what is left to tune.
-What that comes to, and what tuned constants do about it: [quality.md](quality.md).
+octave of the grid's best; drift is its slope against the size, in octaves per doubling, with a 95 % interval over seeds
+(`train/studies/transfer/drift.py`).
+
+| verdict | what it means (`presets/tuned/judgement.py`) |
+|---|---|
+| **transfers** | the drift is within ± {TOLERANCE:.2f} and its interval inside ± {BOUND:.2f}: keep the learning rate |
+| **drifts** | the interval lies wholly outside ± {TOLERANCE:.2f}: tune again as the model grows |
+| **undecided** | anything else; a study adds seeds until it is decided, or its seeds or minutes end |
+
+The price of not retuning stands beside every verdict: the loss at the smallest size's best learning rate less that at the largest
+size's own, in nats. The control must drift. Where the control, tuned anew at the largest size, ends below a preset's least loss, the
+preset's learning rates transfer and its other constants are what is left to tune.
+What that comes to, and what tuned constants do about it: [quality.md](quality.md). How often a verdict is right:
+[below](#how-far-to-trust-a-verdict).
 
 Made by `python -m scripts.studies.transfer`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
 with the command that trains it alone.
@@ -130,21 +139,27 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         picture = f"![Loss against learning rate as {axis} grows](transfer/{name}/{axis}.png)"
         parts += [f"## {name}", "", ABOUT[name], "", picture, ""]
         parts += [
-            "| preset | drift, octaves per doubling | verdict | price of not tuning at the largest | its least loss | seeds | training |"
+            "| preset | verdict | price of not retuning | drift, octaves per doubling | least loss at the largest | seeds | training |"
         ]
         parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in record["studies"]), ""]
-        parts += [*(_compared(entry) for entry in record["comparison"]), ""]
+        parts += [*(_compared(entry) for entry in record["comparison"]), *[""] * bool(record["comparison"])]
         parts += ["```sh", record["command"], "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]
-    return "\n".join([*parts, searches_page.document()])
+    return "\n".join([*parts, verdicts.document(), searches_page.document()])
 
 
 def _row(study: Mapping[str, Any]) -> str:
-    price = study["sizes"][-1]["price_of_not_tuning"]
-    return (
-        f"| `{study['preset']}` | {_interval(study['drift_octaves_per_doubling'], '+.2f')} | {study['verdict']} | "
-        f"{_interval(price, '.3f')} | {_loss(study['sizes'][-1])} | {study['seeds']} | {study['train_seconds'] / 60:.0f} min |"
-    )
+    largest = study["sizes"][-1]
+    cells = [
+        f"`{study['preset']}`",
+        study["verdict"],
+        _interval(largest["price_of_not_tuning"], ".3f"),
+        _interval(study["drift_octaves_per_doubling"], "+.2f"),
+        _loss(largest),
+        f"{study['seeds']}",
+        f"{study['train_seconds'] / 60:.0f} min",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _loss(size: Mapping[str, Any]) -> str:

@@ -46,7 +46,7 @@ class Curve:
     x: np.ndarray
     losses: np.ndarray
     first: int
-    _fits: dict[int, Fit] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    _fits: dict[int, Fit] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
     """Fits by number of seeds, kept because a study asks for them in every round."""
 
     @functools.cached_property

@@ -104,7 +104,7 @@ def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
     """The study in words: verdict and drift, the sizes left out, whether bigger is better, why it ended."""
     study, verdict = measured.study, analysis.verdict.replace("undecided", "is undecided")
     drift = figure.drift_words(analysis).partition(":")[0]
-    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} paired seeds"]
+    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} seeds at every size"]
     left_out = [str(size) for size, fitted in zip(study.sizes, analysis.fits, strict=True) if fitted.trouble]
     if left_out:
         lines.append(f"without {study.axis} {', '.join(left_out)}, which has no fitted optimum")

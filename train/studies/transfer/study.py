@@ -111,9 +111,11 @@ class Measured:
     rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
     stopped: str = ""
     chosen: dict[int, int] = dataclasses.field(default_factory=dict)
-    _curves: dict[int, tuple[int, int, int, Curve]] = dataclasses.field(default_factory=dict, repr=False)
+    _curves: dict[int, tuple[int, int, int, Curve]] = dataclasses.field(default_factory=dict, init=False, repr=False)
     """Per size its number of rows, all seeds, first seeds and curve: a round asks for curves several times."""
-    _analysed: tuple[int, dict[int, int], Analysis | None] | None = dataclasses.field(default=None, repr=False)
+    _analysed: tuple[int, dict[int, int], Analysis | None] | None = dataclasses.field(
+        default=None, init=False, repr=False
+    )
     """Rows and chosen seeds of the last analysis, and that analysis: a round asks for it several times."""
 
     @property
