@@ -1,10 +1,11 @@
 """Drift and price of every preset, optimizer and axis that was studied: writes docs/leaderboard.md.
 
-    python -m scripts.pages.leaderboard
+    python -m scripts.pages.leaderboard [--render]
     python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
 
-The second makes the study that follows NAME, as `mupax train transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that
-was stopped goes on when the command is typed again.
+`--render` first judges the rows of docs/leaderboard again. The second makes the study that follows NAME, as
+`mupax train transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
+typed again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from mupax import presets
 from mupax.errors import MupaxError
 from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
+from scripts.studies.transfer import judge_again
 
 FOLDERS = (ROOT / "docs" / "transfer", ROOT / "docs" / "leaderboard")
 PAGE = ROOT / "docs" / "leaderboard.md"
@@ -142,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return 0
+    if words == ["--render"]:
+        for path in sorted(FOLDERS[1].glob("*/transfer.json")):
+            judge_again(path.parent)
+        words = []
     try:
         code = add(words[0], words[1:]) if words else 0
     except MupaxError as error:

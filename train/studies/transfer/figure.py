@@ -58,7 +58,7 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, l
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
         draw_study(panel, analysis, measured.curves)
         label = textwrap.fill(measured.study.label, LETTERS * (2 if across == 1 else 1), break_on_hyphens=False)
-        panel.set_title(f"{label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
+        panel.set_title(f"{label}\n{drift_words(analysis)}{_price_line(analysis)}", fontsize=10, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=9)
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.set_axisbelow(True)
@@ -86,7 +86,6 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
     from matplotlib.ticker import MaxNLocator
 
     top: Any = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
-    labelled = False
     for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
         colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
         marker = MARKERS[at % len(MARKERS)]
@@ -100,15 +99,23 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
             continue
         if math.isfinite(optimum.half_width):
             panel.errorbar(fitted.optimum, fitted.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
-        ringed = panel.plot(fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
-        if not labelled:
-            ringed[0].set_label("best rate, 95 %")
-            labelled = True
+        panel.plot(fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+    # The legend names the rings below the curves.
+    panel.plot([], [], "o", ms=5, mfc="none", mec=ORANGE, mew=1.4, label="best rate, 95 %")
     if not analysis.fits[0].trouble:
         dashed: Any = {"color": "#888888", "linewidth": 1, "linestyle": (0, (4, 3)), "zorder": 0}
         panel.axvline(analysis.fits[0].optimum, label=f"best rate of {analysis.sizes[0]}", **dashed)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
+
+
+def _price_line(analysis: Analysis) -> str:
+    """Return a line on what not retuning costs at the largest size; empty for one size, or where it is not known."""
+    price = analysis.prices[-1]
+    if len(analysis.sizes) == 1 or math.isnan(price.value):
+        return ""
+    cost = "diverges" if math.isinf(price.value) else f"costs {price.value:.3f} nats"
+    return f"\nat {analysis.sizes[-1]} the best rate of {analysis.sizes[0]} {cost}"
 
 
 def drift_words(analysis: Analysis) -> str:

@@ -104,7 +104,13 @@ def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
     """The study in words: verdict and drift, the sizes left out, whether bigger is better, why it ended."""
     study, verdict = measured.study, analysis.verdict.replace("undecided", "is undecided")
     drift = figure.drift_words(analysis).partition(":")[0]
-    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} seeds at every size"]
+    price = analysis.prices[-1]
+    cost = (
+        ""
+        if math.isnan(price.value)
+        else f"; not retuning {study.axis} {study.sizes[-1]} {conclusion.cost_words(price, 'costs')}"
+    )
+    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} seeds at every size{cost}"]
     left_out = [str(size) for size, fitted in zip(study.sizes, analysis.fits, strict=True) if fitted.trouble]
     if left_out:
         lines.append(f"without {study.axis} {', '.join(left_out)}, which has no fitted optimum")
@@ -185,12 +191,13 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
         folder: of all of them.
         studies: all of them.
         control: as for `show`.
-        about: `title`, `command`, `recipe`, `optimizer` and `steps`, and further facts by name.
+        about: `title`, `command`, `recipe`, `optimizer` and `steps`, and further facts by name; `versions` where the rows are of
+            other versions than these.
     """
     record = {
         "format": "transfer study 1",
         **about,
-        "versions": provenance(),
+        "versions": about.get("versions", provenance()),
         "studies": [_study(*one) for one in studies],
     }
     record["comparison"] = _comparison(studies, control)

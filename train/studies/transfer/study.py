@@ -288,7 +288,7 @@ def measure(
         kind: what asks for points.
     """
     every = [kind(study, seeds) for study in studies]
-    while requests := [(measured, point) for measured in every for point in measured.next_points(max_seeds, minutes)]:
+    while requests := _requests(every, max_seeds, minutes, run, trained):
         groups: dict[str, list[Point]] = {}
         for measured, point in requests:
             name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
@@ -302,18 +302,40 @@ def measure(
         rows = run([measured.study.config(point) for measured, point in requests])
         for (measured, point), row in zip(requests, rows, strict=True):
             measured.rows[point] = row
-    if kind is Measured:
-        for measured in every:
-            _use_trained(measured, run, trained)
     return every
 
 
-def _use_trained(measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]) -> None:
-    """Add the further seeds whose rows are all there, so that no measured seed is left out of the verdict."""
+def _requests(
+    every: Sequence[Measured],
+    max_seeds: int,
+    minutes: float,
+    run: Runner,
+    trained: Callable[[Sequence[Config]], bool],
+) -> list[tuple[Measured, Point]]:
+    """Return the points that all studies ask for next, after what is trained already is used."""
+    requests: list[tuple[Measured, Point]] = []
+    for measured in every:
+        points = measured.next_points(max_seeds, minutes)
+        # Only a grid's study adds seeds; with more of them its verdict, and so its end, may be another.
+        if not points and type(measured) is Measured and _use_trained(measured, run, trained):
+            points = measured.next_points(max_seeds, minutes)
+        requests += [(measured, point) for point in points]
+    return requests
+
+
+def _use_trained(measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]) -> bool:
+    """Add the further seeds whose rows are all there, so that no measured seed is left out of the verdict.
+
+    Returns:
+        Whether there were any.
+    """
+    added = False
     while analysis := measured.analysis():
         points = measured.seed_points(analysis)
         configs = [measured.study.config(point) for point in points]
         if not points or not trained(configs):
-            return
+            break
         for point, row in zip(points, run(configs), strict=True):
             measured.rows[point] = row
+        added = True
+    return added
