@@ -58,6 +58,8 @@ class Row(NamedTuple):
     seeds: int
     study: str
     """Its folder, relative to docs/."""
+    conclusion: str
+    """Its answer in words."""
 
 
 def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
@@ -85,7 +87,7 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     last = sizes[-1]
     return Row(
         task, study["preset"], study["drift_octaves_per_doubling"], study["verdict"], last["price_of_not_tuning"],
-        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}",
+        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}", study["conclusion"],
     )  # fmt: skip
 
 
@@ -106,6 +108,12 @@ def page(entries: Sequence[Row]) -> str:
                 f"{row.seeds} | `{row.study}` |"
             )
         lines.append("")
+        # Presets that give the same numbers have the same answer.
+        open_rows = [row for row in entries if row.task == task and row.verdict == "undecided"]
+        for conclusion in dict.fromkeys(row.conclusion for row in open_rows):
+            names = ", ".join(f"`{row.preset}`" for row in open_rows if row.conclusion == conclusion)
+            lines += [f"- {names}: {conclusion}"]
+        lines += [""] * bool(open_rows)
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
     return "\n".join([*lines, *([f"Presets without a row: {missing}.", ""] if missing else [])])

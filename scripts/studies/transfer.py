@@ -152,6 +152,7 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
             "| preset | verdict | price of not retuning | drift, octaves per doubling | least loss at the largest | seeds | training |"
         ]
         parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in record["studies"]), ""]
+        parts += [*(f"- `{study['preset']}`: {study['conclusion']}" for study in record["studies"]), ""]
         parts += [*(_compared(entry) for entry in record["comparison"]), *[""] * bool(record["comparison"])]
         parts += ["```sh", record["command"], "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]

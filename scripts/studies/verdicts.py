@@ -341,12 +341,12 @@ TEXT = """## How far to trust a verdict
 {trials} simulated studies for each drift and for each of {cells} cells: a cell is the noise, the curvature and the number of sizes of one
 committed study, its noise the standard deviation of the drift from one seed, in octaves per doubling. Every simulated study is
 measured and judged by the command's own code: 3 seeds, then more until it is decided, at most 8
-(`python -m scripts.studies.verdicts`). The columns give the true drift and how often it got that verdict; the cell of median noise is
+(`python -m scripts.studies.verdicts`). Before the last seed a study ends only if an interval of 98 % decides too, because each look is one
+more chance to be wrong. The columns give the true drift and how often it got that verdict; the cell of median noise is
 in bold.
 
 {verdicts}
-A drift of 0.22 lies between the two bounds: either verdict can be right for it, and `undecided` is the commonest. Cells whose noise is
-above about 0.2 need more than 8 seeds.
+A drift of 0.22 lies between the two bounds, where either verdict can fall. Cells whose noise is above about 0.2 need more than 8 seeds.
 
 How often a 95 % interval holds the true drift, with a drift between -0.5 and 0.5 and a fixed number of seeds; and when seeds are
 added until the verdict is decided. The last column is that of the price of not retuning at the largest size.

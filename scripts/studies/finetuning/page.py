@@ -140,7 +140,7 @@ Means over the seeds by multiples of the shipped rate, the least in bold; `befor
 TAIL = """
 ## What it says
 
-Under `mup` three seeds decide neither shift: that of everything is small, that of adapters is not known as well, and both intervals hold
+Under `mup` the seeds decide neither shift: that of everything is small, that of adapters is not known as well, and both intervals hold
 zero. Not tuning again costs 0.002 nats in full there, at most 0.014. Under `sp` both fall as the width grows: by about an octave per
 doubling in full, as the rates of its hidden matrices would have to, and by half of one for adapters, what they add growing as the root
 of the width there (`presets/adapters.py`). So a rate that was found on a narrow source is near the best of a wide source under `mup`, as

@@ -23,7 +23,7 @@ class Transfer:
     or --max-seeds or --minutes of training end. The preset is relative to the smallest size unless --preset.base is given.
 
     A rate transfers where its drift is within 0.15 octaves per doubling and the 95 % interval inside 0.30; it drifts where the
-    interval lies wholly outside 0.15; else it is undecided.
+    interval lies wholly outside 0.15; else it is undecided. Before --max-seeds a study ends only if an interval of 98 % decides too.
 
     FOLDER gets points.jsonl, transfer.json, transfer.html and a PNG per axis; the same command goes on where it was stopped.
     What is not listed here is a flag of the recipe (`mupax train RECIPE --help`) and holds for every point.

@@ -111,8 +111,8 @@ class Measured:
     rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
     stopped: str = ""
     chosen: dict[int, int] = dataclasses.field(default_factory=dict)
-    _curves: dict[int, tuple[int, int, int, Curve]] = dataclasses.field(default_factory=dict, init=False, repr=False)
-    """Per size its number of rows, all seeds, first seeds and curve: a round asks for curves several times."""
+    _curves: dict[int, tuple[int, int, Curve]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    """Per size the number of all rows, the first seeds, and the curve of them: a round asks for curves several times."""
     _analysed: tuple[int, dict[int, int], Analysis | None] | None = dataclasses.field(
         default=None, init=False, repr=False
     )
@@ -125,13 +125,13 @@ class Measured:
 
     def curve(self, at: int) -> Curve:
         """Return the losses of one size, at the rates that have their first seeds."""
-        seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
-        state = (sum(index == at for index, _, _ in self.rows), seeds, self._first(at))
-        if at not in self._curves or self._curves[at][:3] != state:
-            self._curves[at] = (*state, self._curve_of(at, seeds))
-        return self._curves[at][3]
+        state = (len(self.rows), self._first(at))
+        if at not in self._curves or self._curves[at][:2] != state:
+            self._curves[at] = (*state, self._curve_of(at))
+        return self._curves[at][2]
 
-    def _curve_of(self, at: int, seeds: int) -> Curve:
+    def _curve_of(self, at: int) -> Curve:
+        seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
         tried = {rate for index, rate, _ in self.rows if index == at}
         rates = sorted(r for r in tried if all((at, r, s) in self.rows for s in range(self.first)))
         points = [[(at, r, s) for s in range(seeds)] for r in rates]
@@ -228,7 +228,7 @@ class Measured:
         noisy = [fitted.trouble in NOISE for fitted in analysis.fits] if analysis else []
         if analysis is None or sum(not f.trouble for f in analysis.fits) + sum(noisy) < 2:
             return self._stop("fewer than two sizes have a minimum; more seeds would not help")
-        if analysis.verdict != "undecided" and not any(noisy):
+        if analysis.settled and not any(noisy):
             return self._stop("the verdict is decided")
         if analysis.seeds >= max_seeds:
             return self._stop(f"all {max_seeds} seeds are used")
@@ -251,7 +251,9 @@ class Measured:
             shown = f"drift {drift.value:+.2f}"
         if math.isfinite(drift.half_width):
             shown += f" [{drift.low:+.2f}, {drift.high:+.2f}]"
-        state = "is undecided" if analysis.verdict == "undecided" else "has a size without a minimum"
+        state = "is undecided"
+        if analysis.verdict != "undecided":
+            state = "has a size without a minimum" if any(f.trouble for f in analysis.fits) else "is decided by little"
         own = self.seconds_of(points) / 60
         left = max_seeds - analysis.seeds
         most = min(left * own, minutes - self.seconds / 60)
@@ -264,7 +266,7 @@ class Measured:
 def measure(
     studies: Sequence[Study],
     run: Runner,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] | None = None,
     *,
     trained: Callable[[Sequence[Config]], bool] = lambda configs: False,
     seeds: int = 3,
@@ -289,20 +291,32 @@ def measure(
     """
     every = [kind(study, seeds) for study in studies]
     while requests := _requests(every, max_seeds, minutes, run, trained):
-        groups: dict[str, list[Point]] = {}
-        for measured, point in requests:
-            name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
-            groups.setdefault(name, []).append(point)
-        counts = {name: [len(set(column)) for column in zip(*points, strict=True)] for name, points in groups.items()}
-        tell("; ".join(f"{name}: {rates} rates, {each} seeds" for name, (_, rates, each) in counts.items()))
-        for measured in every:
-            own = [point for other, point in requests if other is measured]
-            if own and (line := measured.seeds_line(own, max_seeds, minutes)):
-                tell(line)
+        if tell is not None:
+            _tell_round(tell, every, requests, max_seeds, minutes)
         rows = run([measured.study.config(point) for measured, point in requests])
         for (measured, point), row in zip(requests, rows, strict=True):
             measured.rows[point] = row
     return every
+
+
+def _tell_round(
+    tell: Callable[[str], None],
+    every: Sequence[Measured],
+    requests: Sequence[tuple[Measured, Point]],
+    max_seeds: int,
+    minutes: float,
+) -> None:
+    """Say which rates and seeds are trained next, and how many seeds may follow."""
+    groups: dict[str, list[Point]] = {}
+    for measured, point in requests:
+        name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
+        groups.setdefault(name, []).append(point)
+    counts = {name: [len(set(column)) for column in zip(*points, strict=True)] for name, points in groups.items()}
+    tell("; ".join(f"{name}: {rates} rates, {seeds} seeds" for name, (_, rates, seeds) in counts.items()))
+    for measured in every:
+        own = [point for other, point in requests if other is measured]
+        if own and (line := measured.seeds_line(own, max_seeds, minutes)):
+            tell(line)
 
 
 def _requests(
