@@ -19,15 +19,13 @@ from mupax.paths import user_folder as settings_folder
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
 from mupax.presets.tuned import schema
+from mupax.presets.tuned.judgement import Verdict, judge
 
 FOLDER = Path(__file__).parent
 OWN_FOLDER = Path("tuned")
 """Where a user's own are written and looked for, relative to where the command runs."""
 FAR = 3.0
 """Doublings of an axis beyond the studied sizes from which on training warns: studies themselves span about as many."""
-
-DECIDES = 0.15
-"""Half the width of a drift's interval, in octaves per doubling, from which on it decides nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +72,12 @@ class Tuned:
 
     @property
     def evidence(self) -> str:
-        """What its study says of growing: `transfers`, `drifts`, `undecided` (a drift known to more than DECIDES) or `one size`."""
-        grown = self.provenance["transfer"]
-        if any(_moves(each) == "drifts" for each in grown):
-            return "drifts"
-        bounds = [(each["drift"]["low"], each["drift"]["high"]) for each in grown]
-        if any(None in ends or ends[1] - ends[0] > 2 * DECIDES for ends in bounds):
-            return "undecided"
-        verdicts = {each["verdict"] for each in grown} or {"one size"}
-        return "undecided" if "undecided" in verdicts else verdicts.pop()
+        """The verdict of its study on all axes together: `drifts` before `undecided` before `transfers`; else `one size`."""
+        verdicts = {_verdict(grown) for grown in self.provenance["transfer"]}
+        for verdict in ("drifts", "undecided", "transfers"):
+            if verdict in verdicts:
+                return verdict
+        return "one size"
 
 
 def user_folder() -> Path:
@@ -212,14 +207,19 @@ def verdict(grown: Mapping[str, Any]) -> str:
     drift = grown["drift"]
     if drift["value"] is None:
         return "undecided"
-    return f"{_moves(grown)}, drift {drift['value']:+.2f} {bounds(drift)} octaves per doubling"
+    return f"{_verdict(grown)}, drift {drift['value']:+.2f} {bounds(drift)} octaves per doubling"
 
 
-def _moves(grown: Mapping[str, Any]) -> str:
-    """The verdict of one axis; an interval that leaves 0 out decides, whatever files said before that was a rule."""
-    low, high = grown["drift"]["low"], grown["drift"]["high"]
-    apart = None not in (low, high) and (low > 0 or high < 0)
-    return "drifts" if apart and grown["verdict"] == "undecided" else grown["verdict"]
+def _verdict(grown: Mapping[str, Any]) -> Verdict:
+    """Return the verdict of one axis by today's definition, whatever the definition was when the file was written.
+
+    A file that said something else than `transfers` may be of a study without an optimum at one end, so it stays undecided.
+    """
+    drift = grown["drift"]
+    verdict = judge(drift["value"], drift["low"], drift["high"])
+    if verdict == "transfers" and grown["verdict"] != "transfers":
+        return "undecided"
+    return verdict
 
 
 def bounds(interval: Mapping[str, float | None], digits: int = 2) -> str:

@@ -9,14 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from mupax.presets.tuned import find
+from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
 
 PAGE = ROOT / "docs" / "tuned.md"
-HEAD = """# Tuned presets
+HEAD = f"""# Tuned presets
 
 One card for each that comes with the project: what it gives a run, what it was measured on, and how far from there it was ever tried.
-**transfers** and **drifts** are of the best learning rate as a size grows; **undecided** is a drift known to no better than ± 0.15
-octaves a doubling, **one size** a rate that was never tried on another. A run whose sizes lie beyond those measured prints a warning.
+**transfers** and **drifts** are of the best learning rate as a size grows: a drift within ± {TOLERANCE:.2f} octaves a doubling whose 95 %
+interval lies inside ± {BOUND:.2f}, and one whose interval lies wholly outside ± {TOLERANCE:.2f}; **undecided** is anything else,
+**one size** a rate that was never tried on another. A run whose sizes lie beyond those measured prints a warning.
 Losses are nats on data of this project's own machine, so they say which rate is best and nothing about other data.
 
 Made by `python -m scripts.pages.cards` from `presets/tuned/*.json`; yours are made by `--save-tuned` of `sweep`, `transfer` and `tune`.

@@ -1,10 +1,11 @@
 """Drift and price of every preset, optimizer and axis that was studied: writes docs/leaderboard.md.
 
-    python -m scripts.pages.leaderboard
+    python -m scripts.pages.leaderboard [--render]
     python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
 
-The second makes the study that follows NAME, as `mupax train transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that
-was stopped goes on when the command is typed again.
+`--render` first judges the rows of docs/leaderboard again. The second makes the study that follows NAME, as
+`mupax train transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
+typed again.
 """
 
 from __future__ import annotations
@@ -19,17 +20,21 @@ from typing import Any, NamedTuple
 
 from mupax import presets
 from mupax.errors import MupaxError
+from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
+from scripts.studies.transfer import judge_again
 
 FOLDERS = (ROOT / "docs" / "transfer", ROOT / "docs" / "leaderboard")
 PAGE = ROOT / "docs" / "leaderboard.md"
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-HEAD = """# Leaderboard
+HEAD = f"""# Leaderboard
 
 Who keeps the learning rate as a model grows, and what it costs not to tune again. Each table is one model under one optimizer, grown in
-one dimension; all its rows saw the same batches. **Drift** is by how many octaves the best learning rate moves as the size doubles, with
-its 95 % interval; **price** is the loss at the largest size and the smallest one's best learning rate, less the least that any rate
-reaches there; **loss** is that least. Rows are ordered by price. How all of it is measured: [transfer.md](transfer.md).
+one dimension; all its rows saw the same batches. **Verdict** is `transfers` where the drift is within ± {TOLERANCE:.2f} and its interval
+inside ± {BOUND:.2f}, `drifts` where the interval lies wholly outside ± {TOLERANCE:.2f}, else `undecided`. **Price** is the loss at the
+largest size and the smallest one's best learning rate, less the least that any rate reaches there; **drift** is by how many octaves the
+best learning rate moves as the size doubles, with its 95 % interval; **loss** is that least. Rows are ordered by price. How all of it
+is measured: [transfer.md](transfer.md).
 
 Made by `python -m scripts.pages.leaderboard` from `transfer.json` of every study. To add a row, name a study and write what follows
 `mupax train transfer`; it trains, adds its rows and writes this page:
@@ -53,6 +58,8 @@ class Row(NamedTuple):
     seeds: int
     study: str
     """Its folder, relative to docs/."""
+    conclusion: str
+    """Its answer in words."""
 
 
 def rows(folders: Sequence[Path] = FOLDERS) -> list[Row]:
@@ -80,7 +87,7 @@ def _row(record: Mapping[str, Any], study: Mapping[str, Any], folder: Path) -> R
     last = sizes[-1]
     return Row(
         task, study["preset"], study["drift_octaves_per_doubling"], study["verdict"], last["price_of_not_tuning"],
-        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}",
+        last["loss"], study["seeds"], f"{folder.parent.name}/{folder.name}", study["conclusion"],
     )  # fmt: skip
 
 
@@ -93,14 +100,20 @@ def page(entries: Sequence[Row]) -> str:
     lines = [HEAD]
     for task in dict.fromkeys(row.task for row in entries):
         lines += [f"## {task[0].upper()}{task[1:]}", ""]
-        lines += ["| preset | drift | verdict | price | loss | seeds | study |", "|---|---|---|---|---|---|---|"]
+        lines += ["| preset | verdict | price | drift | loss | seeds | study |", "|---|---|---|---|---|---|---|"]
         for row in (row for row in entries if row.task == task):
             loss = "unknown" if row.loss is None else f"{row.loss:.3f}"
             lines.append(
-                f"| `{row.preset}` | {_interval(row.drift, '+.2f')} | {row.verdict} | {_interval(row.price, '.3f')} | {loss} | "
+                f"| `{row.preset}` | {row.verdict} | {_interval(row.price, '.3f')} | {_interval(row.drift, '+.2f')} | {loss} | "
                 f"{row.seeds} | `{row.study}` |"
             )
         lines.append("")
+        # Presets that give the same numbers have the same answer.
+        open_rows = [row for row in entries if row.task == task and row.verdict == "undecided"]
+        for conclusion in dict.fromkeys(row.conclusion for row in open_rows):
+            names = ", ".join(f"`{row.preset}`" for row in open_rows if row.conclusion == conclusion)
+            lines += [f"- {names}: {conclusion}"]
+        lines += [""] * bool(open_rows)
     ranked = {row.preset.split()[0] for row in entries}
     missing = ", ".join(f"`{name}`" for name in presets.PRESETS if name not in ranked)
     return "\n".join([*lines, *([f"Presets without a row: {missing}.", ""] if missing else [])])
@@ -139,6 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] in (["--help"], ["-h"]):
         print(__doc__)
         return 0
+    if words == ["--render"]:
+        for path in sorted(FOLDERS[1].glob("*/transfer.json")):
+            judge_again(path.parent)
+        words = []
     try:
         code = add(words[0], words[1:]) if words else 0
     except MupaxError as error:

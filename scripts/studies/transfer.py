@@ -3,7 +3,7 @@
     python -m scripts.studies.transfer [NAME ...] [--minutes 20] [--render] [--list]
 
 Each study is a `mupax train transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
-on, and one that is done is judged and drawn again without training.
+on. `--render` judges and draws again what is there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,20 @@ import contextlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from mupax import command_line
+from mupax.train.config import cli
+from mupax.train.config.record import words_of
+from mupax.train.studies.sweep.rows import Rows
 from mupax.train.studies.transfer import command as transfer_command
+from mupax.train.studies.transfer import flags, planned, report
+from mupax.train.studies.transfer.drift import BOUND, TOLERANCE
+from mupax.train.studies.transfer.fit import STEP
+from mupax.train.studies.transfer.study import Measured
 from scripts import ROOT
-from scripts.studies import searches_page
+from scripts.studies import searches_page, verdicts
 
 OUT = ROOT / "docs" / "transfer"
 LM = (
@@ -80,8 +89,9 @@ ABOUT = {
     "ed-heads": "An encoder-decoder (2 + 2 layers, 32 positions each) that mends bytes under Adam, heads growing at head dimension 16 from "
     "two at width 32, fourfold. The encoder's width, which keys and values of cross-attention read, grows along.",
     "depth": "A vision transformer under SGD with momentum, layers growing at width 64.",
-    "depth-adam": "The decoder under Adam, layers growing at width 64. Here the control drifts little: what plain `mup` loses with depth "
-    "is quality, deeper is worse at most learning rates near the best. A likely cause, not tested by itself: in 100 steps of "
+    "depth-adam": "The decoder under Adam, layers growing at width 64. Eight seeds do not decide whether the control drifts: "
+    "what plain `mup` loses with depth is quality, deeper is worse at most learning rates near the best. "
+    "A likely cause, not tested by itself: in 100 steps of "
     "Adam most is learnt by embedding and readout, whose learning rates no rule of depth changes.",
     "batch": "The decoder at width 32, one layer, 153,600 tokens in batches of 64 to 512 tokens; warm-up and decay are the same part of "
     "every run. The square-root rule (`sde`) is held against a constant learning rate.",
@@ -97,20 +107,29 @@ ABOUT = {
     "`presets limits`. Where all of the model above is trained its attention, embedding and readout set the best rate (of four and "
     "sixteen experts, one seed: -0.06 octaves per doubling under `mup`, -0.22 under the dense rule), so here experts and routers alone are "
     "trained, in sixteen to sixty-four experts of hidden size 16. Under the dense rule a rate E/16 times as high trains the same model "
-    "to the same losses, so the two drifts are one octave apart exactly. Losses are flat in the rate, 0.03 nats within an octave, and "
-    "eight seeds know neither drift better than 0.6. From four experts to sixteen, one seed, `mup` drifts by -0.57; why is "
+    "to the same losses, so the two drifts are one octave apart exactly. Losses are flat in the rate, 0.03 nats within an octave: "
+    "eight seeds know each drift to 0.2, enough to see the control drift and not enough to say that `mup` transfers. From "
+    "four experts to sixteen, one seed, `mup` drifts by -0.57; why is "
     "not tested.",
 }
-HEAD = """# Does the learning rate transfer?
+HEAD = f"""# Does the learning rate transfer?
 
 Small models grown in one dimension at a time, eightfold unless said otherwise: learning rates half an octave apart, the same batches for
 every point, the same seeds at every size. The best learning rate is the vertex of a parabola through the seeds' mean losses within an
-octave of the grid's best; drift is its slope against the size, intervals are 95 % from a bootstrap over seeds
-(`train/studies/transfer/drift.py`). A preset **transfers** where the drift is known to ± 0.15 octaves per doubling and meets 0 ± 0.15;
-the control must drift. The price of not tuning is the loss at the smallest size's best learning rate less that at the size's own. Where
-the control, tuned anew at the largest size, ends below a preset's least loss, the preset's learning rates transfer and its other
-constants are what is left to tune.
-What that comes to, and what tuned constants do about it: [quality.md](quality.md).
+octave of the grid's best; drift is its slope against the size, in octaves per doubling, with a 95 % interval over seeds
+(`train/studies/transfer/drift.py`).
+
+| verdict | what it means (`presets/tuned/judgement.py`) |
+|---|---|
+| **transfers** | the drift is within ± {TOLERANCE:.2f} and its interval inside ± {BOUND:.2f}: keep the learning rate |
+| **drifts** | the interval lies wholly outside ± {TOLERANCE:.2f}: tune again as the model grows |
+| **undecided** | anything else; a study adds seeds until it is decided, or its seeds or minutes end |
+
+The price of not retuning stands beside every verdict: the loss at the smallest size's best learning rate less that at the largest
+size's own, in nats. The control must drift. Where the control, tuned anew at the largest size, ends below a preset's least loss, the
+preset's learning rates transfer and its other constants are what is left to tune.
+What that comes to, and what tuned constants do about it: [quality.md](quality.md). How often a verdict is right:
+[below](#how-far-to-trust-a-verdict).
 
 Made by `python -m scripts.studies.transfer`, which goes on where it was stopped; every row is in `docs/transfer/*/points.jsonl`
 with the command that trains it alone.
@@ -130,21 +149,28 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         picture = f"![Loss against learning rate as {axis} grows](transfer/{name}/{axis}.png)"
         parts += [f"## {name}", "", ABOUT[name], "", picture, ""]
         parts += [
-            "| preset | drift, octaves per doubling | verdict | price of not tuning at the largest | its least loss | seeds | training |"
+            "| preset | verdict | price of not retuning | drift, octaves per doubling | least loss at the largest | seeds | training |"
         ]
         parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in record["studies"]), ""]
-        parts += [*(_compared(entry) for entry in record["comparison"]), ""]
+        parts += [*(f"- `{study['preset']}`: {study['conclusion']}" for study in record["studies"]), ""]
+        parts += [*(_compared(entry) for entry in record["comparison"]), *[""] * bool(record["comparison"])]
         parts += ["```sh", record["command"], "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]
-    return "\n".join([*parts, searches_page.document()])
+    return "\n".join([*parts, verdicts.document(), searches_page.document()])
 
 
 def _row(study: Mapping[str, Any]) -> str:
-    price = study["sizes"][-1]["price_of_not_tuning"]
-    return (
-        f"| `{study['preset']}` | {_interval(study['drift_octaves_per_doubling'], '+.2f')} | {study['verdict']} | "
-        f"{_interval(price, '.3f')} | {_loss(study['sizes'][-1])} | {study['seeds']} | {study['train_seconds'] / 60:.0f} min |"
-    )
+    largest = study["sizes"][-1]
+    cells = [
+        f"`{study['preset']}`",
+        study["verdict"],
+        _interval(largest["price_of_not_tuning"], ".3f"),
+        _interval(study["drift_octaves_per_doubling"], "+.2f"),
+        _loss(largest),
+        f"{study['seeds']}",
+        f"{study['train_seconds'] / 60:.0f} min",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def _loss(size: Mapping[str, Any]) -> str:
@@ -167,6 +193,37 @@ def _compared(entry: Mapping[str, Any]) -> str:
     return f"- `{entry['preset']}`: its drift is {apart} that of the control `{entry['control']}`; {price}{verdict}."
 
 
+def judge_again(folder: Path) -> None:
+    """Judge a study from its recorded rows, and write its record and pictures; nothing is trained.
+
+    Args:
+        folder: with transfer.json and points.jsonl.
+    """
+    record = json.loads((folder / "transfer.json").read_text())
+    rows = Rows(folder, lambda line: None)
+    _, *arguments = words_of(record["command"])
+    args, rest = command_line.parse_known(flags.Transfer, planned.PROG, cli.with_file_first(arguments))
+    recipe, is_relative = planned.parsed(args, rest)
+    base = recipe.config.preset.base if is_relative else None
+    studies, control = planned.planned(args, recipe.config, base)
+    judged = []
+    for study, entry in zip(studies, record["studies"], strict=True):
+        measured = Measured(study, args.seeds)
+        for index, size in enumerate(entry["sizes"]):
+            first = study.configs[index].seed
+            for point in size["points"]:
+                place = (index, round(point["log2_lr"] / STEP), point["seed"] - first)
+                measured.rows[place] = rows[point["key"]]
+            if size["rates_chosen_by_seeds"] > args.seeds:
+                measured.chosen[index] = size["rates_chosen_by_seeds"]
+        if measured.next_points(args.max_seeds, args.minutes):
+            measured.stopped = "its next seed is not trained yet"
+        if analysis := measured.analysis():
+            judged.append((measured, analysis))
+    about = {name: value for name, value in record.items() if name not in ("format", "studies", "comparison")}
+    report.write(folder, judged, control, about)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the studies that are asked for, all unless named, and write the page; 0 when all are done."""
     parser = argparse.ArgumentParser(
@@ -174,7 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; all unless given")
     parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each preset in a study (20)")
-    parser.add_argument("--render", action="store_true", help="train nothing: write the page from what is there")
+    parser.add_argument(
+        "--render", action="store_true", help="train nothing: judge the rows that are there, and write the page"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
     args = parser.parse_args(argv)
     if unknown := [name for name in args.names if name not in STUDIES]:
@@ -183,6 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = words(name, args.minutes)
         if args.list:
             print(f"{name}: mupax train transfer {shlex.join(command)}")
+        elif args.render and (OUT / name / "transfer.json").exists():
+            judge_again(OUT / name)
         elif not args.render:
             with contextlib.chdir(ROOT):
                 if code := transfer_command.main(command):

@@ -128,20 +128,24 @@ def test_a_preset_has_its_base_and_constants(mine: tuned.Tuned):
 
 
 @pytest.mark.parametrize(
-    ("verdict", "low", "high", "evidence"),
+    ("written", "value", "low", "high", "evidence"),
     [
-        ("transfers", -0.14, 0.15, "transfers"),
-        ("transfers", -0.16, 0.15, "undecided"),
-        ("undecided", -0.01, 0.2, "undecided"),
-        ("undecided", None, None, "undecided"),
-        ("drifts", 0.17, 0.77, "drifts"),
-        ("undecided", 0.11, 1.48, "drifts"),
+        ("transfers", 0.0, -0.14, 0.15, "transfers"),
+        ("transfers", 0.0, -0.16, 0.15, "transfers"),
+        ("transfers", 0.28, 0.14, 0.41, "undecided"),
+        ("transfers", 0.28, 0.16, 0.41, "drifts"),
+        ("undecided", 0.1, -0.01, 0.2, "undecided"),  # an end may have no optimum
+        ("undecided", None, None, None, "undecided"),
+        ("drifts", 0.5, 0.17, 0.77, "drifts"),
+        ("drifts", 0.5, 0.11, 1.48, "undecided"),
+        ("undecided", -0.5, -0.77, -0.17, "drifts"),
     ],
 )
-def test_a_drift_that_is_hardly_known_decides_nothing(
-    verdict: str, low: float | None, high: float | None, evidence: str
+def test_the_evidence_follows_from_the_drift_and_not_from_an_older_verdict(
+    written: str, value: float | None, low: float | None, high: float | None, evidence: str
 ):
-    grown = {"axis": "heads", "sizes": [2, 4], "verdict": verdict, "drift": {"value": 0.0, "low": low, "high": high}}
+    drift = {"value": value, "low": low, "high": high}
+    grown = {"axis": "heads", "sizes": [2, 4], "verdict": written, "drift": drift}
     study = tuned_preset().provenance
     assert tuned_preset(provenance={**study, "transfer": [*study["transfer"], grown]}).evidence == evidence
     assert tuned_preset(provenance={**study, "transfer": []}).evidence == "one size"

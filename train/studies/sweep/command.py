@@ -158,7 +158,8 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     metric = "evaluation loss" if evaluated else "training loss"
     with terminal.lasting(), StopRequest() as stop:
         try:
-            with Table(terminal.console(), [point.label for point in grid], metric, _value) as table:
+            table = Table(terminal.console(), [point.label for point in grid], metric, _value, last=False)
+            with table:
                 rows = sweep.run(
                     configs,
                     folder,
@@ -172,12 +173,8 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
             name = stop.received.name if stop.received else "a signal"
             terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
             return stop.exit_code
-    best = min(range(len(rows)), key=lambda i: _value(rows[i]))
-    print(
-        f"lowest {metric}: {_value(rows[best]):.4f}, by",
-        terminal.command(rows[best].command or grid[best].label),
-        sep="\n",
-    )
+    _conclude(args, grid, rows, metric)
+    table.show()
     path = Path(args.json) if args.json else folder / "sweep.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     points = [
@@ -191,23 +188,42 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     return 0
 
 
+def _conclude(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], metric: str) -> None:
+    """Print the answer, and the command that trains the best point."""
+    from mupax.train.studies.sweep import report
+
+    if len({point.config.optimizer.peak_lr for point in grid}) > 1:
+        studies = judged(grid, _judged_rows(args, rows), _axis(args))
+        for line in report.answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1):
+            terminal.say(line)
+    best = min(range(len(rows)), key=lambda index: _value(rows[index]))
+    print(
+        f"Next: train the point of the lowest {metric}, {_value(rows[best]):.4f}, alone with",
+        terminal.command(rows[best].command or grid[best].label),
+        sep="\n",
+    )
+
+
+def _judged_rows(args: Sweep, rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows with the loss that is judged as their loss."""
+    if args.judge == "training":
+        return rows
+    return [dataclasses.replace(row, loss=_value(row)) for row in rows]
+
+
+def _axis(args: Sweep) -> str:
+    return args.sizes.partition("=")[0].strip() if args.sizes else ""
+
+
 def _study(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], folder: Path, command: str) -> None:
-    """The picture of loss against rate, a note where there is no best rate, and the tuned preset."""
+    """Draw the picture of loss against rate, and save the tuned preset."""
     from mupax.train.studies.transfer import figure, tuned
 
-    if args.judge == "evaluation":
-        rows = [dataclasses.replace(row, loss=_value(row)) for row in rows]
-    studies = judged(grid, rows, args.sizes.partition("=")[0].strip() if args.sizes else "")
+    studies = judged(grid, _judged_rows(args, rows), _axis(args))
     config = grid[0].config
     title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
     figure.draw(folder / "sweep.png", studies, title, figure.LOSSES[args.judge])
     terminal.say(f"picture in {folder / 'sweep.png'}")
-    for measured, analysis in studies:
-        for size, fitted in zip(analysis.sizes, analysis.fits, strict=True):
-            if fitted.trouble:
-                terminal.say(
-                    f"note: no best rate, by {args.judge} loss, for {measured.study.label} at {measured.study.axis} {size}: {fitted.why}"
-                )
     if args.save_tuned:
         path, word = tuned.save(args.save_tuned, studies[0][0].study.label, studies, command, args.judge)
         terminal.say(tuned.saved_message(path, word))

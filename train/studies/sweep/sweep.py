@@ -115,6 +115,14 @@ class Sweep:
         self._chooser = Chooser(how, self._batches, evaluated)
         self._folder.mkdir(parents=True, exist_ok=True)
 
+    def has_rows(self, configs: Sequence[Config]) -> bool:
+        """Return whether the folder has a row of every point, so that `run` would train nothing."""
+        groups = grouped(configs, self._programs, self._devices)
+        members = [member for group in groups.values() for member in group]
+        rows = Rows(self._folder, lambda line: None)
+        keys = [key_of(program.config, self._batches.of(program).facts["digest"]) for _, program in members]
+        return all(rows.has(key, evaluated=self._evaluated) for key in keys)
+
     def run(self, configs: Sequence[Config], watcher: Watcher | None = None) -> list[Row]:
         """Train every point that the folder has no row of.
 

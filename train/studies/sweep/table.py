@@ -33,9 +33,19 @@ class Table(Watcher):
         columns: a word for every point besides its learning rate and seed: its size.
         metric: what a cell shows, such as "training loss".
         value: of a row, that number.
+        last: whether the table stays on the screen when it is left; a command that prints its conclusion first calls `show`.
     """
 
-    def __init__(self, console: Console, columns: Sequence[str], metric: str, value: Callable[[Row], float]) -> None:
+    def __init__(
+        self,
+        console: Console,
+        columns: Sequence[str],
+        metric: str,
+        value: Callable[[Row], float],
+        *,
+        last: bool = True,
+    ) -> None:
+        self._last = last
         self._console, self._columns, self._metric, self._value = console, list(columns), metric, value
         self._configs: Sequence[Config] = ()
         self._rows: dict[int, Row] = {}
@@ -60,6 +70,11 @@ class Table(Watcher):
 
     def __exit__(self, *error: object) -> None:
         self._live.stop()
+        if self._last:
+            self.show()
+
+    def show(self) -> None:
+        """Print the table of what is trained."""
         if self._rows:
             self.note(f"{self._metric}, mean over seeds")
             self._console.print(self.table())

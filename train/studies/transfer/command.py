@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from mupax.train.config.run import Config
     from mupax.train.parallel.signals import StopRequest
+    from mupax.train.studies.sweep.rows import Row
+    from mupax.train.studies.sweep.sweep import Sweep
     from mupax.train.studies.transfer.study import Measured, Runner, Study
 
 
@@ -64,9 +66,12 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         console.print("where presets give a model the same numbers its points are trained once", style="dim")
     with terminal.lasting(), StopRequest() as stop:
         try:
-            runner = run or _engine(folder, args.how, console, stop)
+            engine = _engine(folder, args.how, stop)
+            runner = run or _watched(engine, console)
             limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
             limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
+            if run is None:
+                limits["trained"] = engine.has_rows
             measured = study.measure(studies, runner, lambda line: console.print(line, style="dim"), **limits)
         except Stopped:
             name = stop.received.name if stop.received else "a signal"
@@ -86,16 +91,20 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
         terminal.say(f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training")
 
 
-def _engine(folder: Path, how: Literal["auto", "together", "in-turn"], console: Console, stop: StopRequest) -> Runner:
-    from mupax.train.studies.sweep.sweep import Row, Sweep
-    from mupax.train.studies.sweep.table import Table
+def _engine(folder: Path, how: Literal["auto", "together", "in-turn"], stop: StopRequest) -> Sweep:
+    from mupax.train.studies.sweep.sweep import Sweep
 
-    engine = Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None, saving=stop.deferring)
+    return Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None, saving=stop.deferring)
+
+
+def _watched(engine: Sweep, console: Console) -> Runner:
+    """Return what trains points with a table on the console."""
+    from mupax.train.studies.sweep.table import Table
 
     def run(configs: Sequence[Config]) -> list[Row]:
         models = [(config.preset.name, config.model.sizes()) for config in configs]
         labels = [f"{name} width {size['embed']} depth {size['layers']}" for name, size in models]
-        with Table(console, labels, "training loss", lambda row: row.loss) as table:
+        with Table(console, labels, "training loss", lambda row: row.loss, last=False) as table:
             return engine.run(configs, table)
 
     return run
@@ -132,7 +141,7 @@ def _report(
             judged.append((one, analysis))
     if not judged:
         return 1
-    report.show(judged, control)
+    report.show(judged, control, command)
     terminal.say(f"report in {report.write(folder, judged, control, about)}")
     if args.save_tuned:
         path, use = tuned.save(args.save_tuned, label, judged, command)

@@ -1,11 +1,16 @@
-"""How far the best learning rate drifts as the size doubles, what not tuning costs, and how sure both are.
+"""How far the best learning rate drifts as the size doubles, what not retuning costs, and how sure both are.
 
-Intervals are 95 % and come from a bootstrap over seeds, paired over sizes: each resample takes the same seeds at every size,
-so that what a seed does to all sizes alike is no noise of the drift. A bootstrap of S values is too narrow for small S, by
-sqrt((S-1)/S) in its spread and by using a normal quantile where Student's is meant; so the half-width is
-t(0.975, S-1) * sqrt(S/(S-1)) times the standard deviation of the resamples, which for a mean is exactly Student's interval
-(13 standard errors for two seeds, 4.3 for three). One seed has no interval. What all seeds share, the order of the data and
-the parabola's own bias on a grid of half octaves, is not in it.
+The best rate of a size from S seeds is, to first order, the mean of S numbers: each seed's own best rate, read from the slope
+of its losses at the vertex of the mean's parabola. Their scatter gives the standard error, with S - 1 degrees of freedom.
+The drift is a weighted sum of such means, one per size. Its interval is that of Welch and Satterthwaite: each size has its own
+scatter, and the degrees of freedom of all sizes count, so that three seeds at four sizes have about six and not two.
+
+Sizes are taken as independent. A seed gives models of different sizes different weights, and in the published studies what a
+seed does at one size says nothing of another (`python -m scripts.studies.verdicts` prints the correlation). Were it alike at all
+sizes, the intervals would be too wide and not too narrow. `docs/transfer.md` has the coverage of 3, 5 and 8 seeds, simulated.
+
+One seed has no interval. An interval leaves out what all seeds share: the order of the data, and the bias of a parabola on a
+grid of half octaves.
 """
 
 from __future__ import annotations
@@ -13,24 +18,26 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 from scipy.special import stdtrit
 
-from mupax.train.studies.transfer.fit import OCTAVE, Curve, Fit, fit, parabola
+from mupax.presets.tuned.judgement import BOUND, TOLERANCE, Verdict, judge
+from mupax.train.studies.transfer.fit import OCTAVE, Curve, Fit, fit, projection
 
-TOLERANCE = 0.15
-"""Octaves per doubling that count as no drift, and the half-width of an interval that decides."""
-RESAMPLES = 1000
-FAILED = 0.025
-"""Share of resamples without a minimum from which on a price has no interval."""
+__all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter", "analyse", "finite"]
 
-Resampled = tuple[np.ndarray, np.ndarray, np.ndarray]
+CONFIDENCE = 0.975
+"""Upper quantile of a two-sided interval of 95 %."""
+EARLY = 0.99
+"""The same for a verdict that ends a study before its last seed. A look after every seed is one chance more to be wrong, so an
+early end needs an interval of 98 %: with 95 % a drift of 0.30 would be called `transfers` in 6 % of the noisier studies."""
+MOST_SEEDS = 200
+"""Seeds beyond which none are proposed."""
 
 
 def finite(value: float, digits: int = 6) -> float | None:
-    """The value rounded, or None where it is not finite.
+    """Return the value rounded, or None where it is not finite.
 
     Args:
         value: any number.
@@ -53,25 +60,33 @@ class Interval:
         return (self.high - self.low) / 2
 
     def to_json(self, digits: int = 6) -> dict[str, float | None]:
-        """Rounded ends and value; None where not finite."""
+        """Return rounded ends and value, None where not finite."""
         return {name: finite(value, digits) for name, value in dataclasses.asdict(self).items()}
 
     def meets(self, low: float, high: float) -> bool:
-        """Whether the interval has a point of [low, high].
-
-        Args:
-            low: its lower end.
-            high: its upper end, itself included.
-        """
+        """Return whether the interval has a point of [low, high]."""
         return self.low <= high and self.high >= low
 
 
 @dataclasses.dataclass(frozen=True)
-class Analysis:
-    """What the curves of one study say.
+class Scatter:
+    """Differences between the seeds of one size.
 
     Attributes:
-        seeds: that the fits use, the same at every size.
+        optimum: standard deviation of one seed's best rate, in octaves; nan where the size has no fit or one seed.
+        curvature: relative 95 % half-width of the curvature that all seeds give; nan as above.
+    """
+
+    optimum: float
+    curvature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """Fits, drift, prices and verdict of one study's curves.
+
+    Attributes:
+        seeds: seeds that the fits use, the same at every size.
         fits: per size.
         optima: log2 of the best rate per size; nan where its fit has trouble.
         drift: octaves per doubling of the size, by least squares over the sizes that have an optimum.
@@ -79,6 +94,7 @@ class Analysis:
         worse: (size, log2 rate, how much worse) where a size is worse than the one before it, at rates within an octave of
             the smallest size's best.
         compared: how many neighbouring sizes and rates `worse` was sought among.
+        scatters: per size.
     """
 
     sizes: tuple[int, ...]
@@ -89,23 +105,45 @@ class Analysis:
     prices: tuple[Interval, ...]
     worse: tuple[tuple[int, float, Interval], ...]
     compared: int
+    scatters: tuple[Scatter, ...] = ()
 
     @property
-    def verdict(self) -> Literal["transfers", "drifts", "undecided"]:
-        """transfers: the drift is known to `TOLERANCE` and can be 0 up to it; drifts: its interval leaves 0 out; else undecided.
-
-        Without an optimum at the largest and the smallest size nothing is said to transfer.
-        """
-        if not math.isfinite(self.drift.value):
+    def verdict(self) -> Verdict:
+        """The verdict of `judge`. Nothing transfers without an optimum at the smallest and at the largest size."""
+        verdict = judge(self.drift.value, self.drift.low, self.drift.high)
+        if verdict == "transfers" and (self.fits[0].trouble or self.fits[-1].trouble):
             return "undecided"
-        ends = not (self.fits[0].trouble or self.fits[-1].trouble)
-        if ends and self.drift.half_width <= TOLERANCE and self.drift.meets(-TOLERANCE, TOLERANCE):
-            return "transfers"
-        return "undecided" if self.drift.meets(0, 0) else "drifts"
+        return verdict
+
+    @property
+    def settled(self) -> bool:
+        """Whether the verdict is decided, and by an interval of 98 % too, so that no more seeds are needed."""
+        if self.verdict == "undecided":
+            return False
+        fitted = [index for index, found in enumerate(self.fits) if not found.trouble]
+        deviations = np.array([self.scatters[index].optimum for index in fitted])
+        half = _half_width(_slope_weights(self.sizes, fitted) * deviations, self.seeds, EARLY)
+        return judge(self.drift.value, self.drift.value - half, self.drift.value + half) == self.verdict
+
+    def seeds_to_decide(self) -> int | None:
+        """Return the number of further seeds that would decide if drift and scatter stayed as they are.
+
+        None where the ends have no optimum, or where more than `MOST_SEEDS` would be needed.
+        """
+        if self.fits[0].trouble or self.fits[-1].trouble or self.seeds < 2:
+            return None
+        fitted = [index for index, found in enumerate(self.fits) if not found.trouble]
+        weights = _slope_weights(self.sizes, fitted)
+        deviations = np.array([self.scatters[index].optimum for index in fitted])
+        for seeds in range(self.seeds, MOST_SEEDS + 1):
+            half = _half_width(weights * deviations, seeds)
+            if judge(self.drift.value, self.drift.value - half, self.drift.value + half) != "undecided":
+                return seeds - self.seeds
+        return None
 
 
 def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
-    """The fit of every size, with intervals on the optima, the drift and the prices.
+    """Fit every size, and return the fits with intervals on the optima, the drift and the prices.
 
     Args:
         sizes: what grows, increasing.
@@ -113,84 +151,138 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
     """
     seeds = _paired_seeds(curves)
     fits = tuple(fit(curve, seeds) for curve in curves)
-    drawn = np.random.default_rng(0).integers(0, max(seeds, 1), (RESAMPLES, max(seeds, 1)))
-    resampled = [_resampled(curve, f, drawn) for curve, f in zip(curves, fits, strict=True)]
-    fitted = [i for i, f in enumerate(fits) if not f.trouble]
-    drift = Interval(math.nan, -math.inf, math.inf)
-    if len(fitted) > 1:
-        doublings = np.log2(np.asarray(sizes, float))[fitted]
-        centred = doublings - doublings.mean()
-        slope = centred / (centred @ centred)  # weights of the optima whose sum is the least-squares slope
-        resamples = sum((s * resampled[i][0] for s, i in zip(slope, fitted, strict=True)), np.zeros(RESAMPLES))
-        drift = _interval(float(slope @ [fits[i].optimum for i in fitted]), resamples, seeds)
-    prices = tuple(
-        _price(c, fits[0], f, resampled[0], r, drawn) for c, f, r in zip(curves, fits, resampled, strict=True)
+    scatters = tuple(_scatter(curve, found, seeds) for curve, found in zip(curves, fits, strict=True))
+    optima = tuple(
+        _interval(found.optimum, _half_width(np.array([scatter.optimum]), seeds))
+        for found, scatter in zip(fits, scatters, strict=True)
     )
-    optima = tuple(_interval(f.optimum, r[0], seeds) for f, r in zip(fits, resampled, strict=True))
-    return Analysis(tuple(sizes), seeds, fits, optima, drift, prices, *_worse(sizes, curves, fits[0]))
+    drift = _drift(sizes, fits, scatters, seeds)
+    prices = tuple(_price(index, curves[index], fits, scatters, seeds) for index in range(len(fits)))
+    worse, compared = _worse(sizes, curves, fits[0])
+    return Analysis(tuple(sizes), seeds, fits, optima, drift, prices, worse, compared, scatters)
 
 
 def _paired_seeds(curves: Sequence[Curve]) -> int:
-    """Seeds, counted from the first, that every size has at every rate of its window."""
+    """Return how many seeds, counted from the first, every size has at every rate of its window."""
     shortest = min(curve.losses.shape[1] for curve in curves)
     together = np.concatenate([~np.isnan(curve.losses[curve.window(), :shortest]) for curve in curves]).all(axis=0)
     return shortest if together.all() else int(np.argmin(together))
 
 
-def widening(seeds: int) -> float:
-    """Standard deviations of the resamples in a half-width; see the module's text."""
-    return float(stdtrit(seeds - 1, 0.975)) * math.sqrt(seeds / (seeds - 1)) if seeds > 1 else math.inf
+def _scatter(curve: Curve, found: Fit, seeds: int) -> Scatter:
+    """Return how the seeds of a size differ, from their slopes at the vertex and from what no slope explains."""
+    if found.trouble or seeds < 2:
+        return Scatter(math.nan, math.nan)
+    x = np.asarray(found.used)
+    losses = curve.losses[np.isin(curve.x, found.used), :seeds]
+    _, slope_map, curvature_map = projection(x, found.optimum)
+    optima = -(slope_map @ losses) / (2 * found.curvature)
+    # What differs between seeds beside their level and their slope is noise of single runs.
+    apart = losses - losses.mean(axis=1, keepdims=True)
+    lines = np.stack([np.ones_like(x), x - x.mean()], axis=1)
+    rest = apart - lines @ np.linalg.lstsq(lines, apart, rcond=None)[0]
+    freedom = (len(x) - 2) * (seeds - 1)
+    variance = float((rest**2).sum()) / freedom
+    error = math.sqrt(variance * float(curvature_map @ curvature_map) / seeds) / found.curvature
+    # A vertex is a ratio. Its second-order term counts where noise makes the parabola nearly flat.
+    spread = float(optima.std(ddof=1)) * math.sqrt(1 + 3 * error**2)
+    return Scatter(spread, float(stdtrit(freedom, CONFIDENCE)) * error)
 
 
-def _interval(value: float, resamples: np.ndarray, seeds: int, lowest: float = -math.inf) -> Interval:
-    good = resamples[np.isfinite(resamples)]
-    if not math.isfinite(value) or seeds < 2 or len(good) < (1 - FAILED) * len(resamples):
-        return Interval(value, lowest, math.inf)
-    half = widening(seeds) * float(good.std())
-    return Interval(value, max(lowest, value - half), value + half)
+def _half_width(deviations: np.ndarray, seeds: int, quantile: float = CONFIDENCE) -> float:
+    """Return the half-width of a sum of independent means, by Welch and Satterthwaite.
+
+    Args:
+        deviations: standard deviation of one seed in each term, weights included.
+        seeds: of every mean.
+        quantile: upper one of the interval; a two-sided 95 % by default.
+    """
+    if seeds < 2 or not np.isfinite(deviations).all():
+        return math.inf
+    variances = deviations**2 / seeds
+    total = float(variances.sum())
+    if total == 0:
+        return 0.0
+    freedom = total**2 / float((variances**2).sum()) * (seeds - 1)
+    return float(stdtrit(freedom, quantile)) * math.sqrt(total)
 
 
-def _resampled(curve: Curve, f: Fit, drawn: np.ndarray) -> Resampled:
-    """Vertex, loss and curvature of each resample [B]; loss and curvature nan where it has no minimum, all where `f` has none."""
-    if f.trouble:
-        nothing = np.full(len(drawn), np.nan)
-        return nothing, nothing, nothing
-    means = curve.losses[np.isin(curve.x, f.used)][:, drawn].mean(axis=2).T
-    vertex, loss, curvature = parabola(np.asarray(f.used), means)
-    # A nearly flat resample has its vertex anywhere, one that opens downwards beyond its lower end: what is known is that it
-    # lies near the window.
-    low, high = f.used[0] - OCTAVE, f.used[-1] + OCTAVE
-    ends = np.where(means[:, 0] < means[:, -1], low, high)
-    return np.where(np.isnan(vertex), ends, np.clip(vertex, low, high)), loss, curvature
+def _interval(value: float, half: float) -> Interval:
+    return Interval(value, value - half, value + half) if math.isfinite(half) else Interval(value, -math.inf, math.inf)
 
 
-def _price(
-    curve: Curve, base: Fit, own: Fit, base_resampled: Resampled, own_resampled: Resampled, drawn: np.ndarray
-) -> Interval:
-    """Loss at the base's best rate over the least loss: on the parabola within its rates, else between measured rates."""
+def _slope_weights(sizes: Sequence[int], fitted: Sequence[int]) -> np.ndarray:
+    """Return the weights of the optima whose sum is the least-squares slope per doubling."""
+    doublings = np.log2(np.asarray(sizes, float))[list(fitted)]
+    centred = doublings - doublings.mean()
+    return centred / (centred @ centred)
+
+
+def _drift(sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int) -> Interval:
+    fitted = [index for index, found in enumerate(fits) if not found.trouble]
+    if len(fitted) < 2:
+        return Interval(math.nan, -math.inf, math.inf)
+    weights = _slope_weights(sizes, fitted)
+    value = float(weights @ [fits[index].optimum for index in fitted])
+    deviations = np.array([scatters[index].optimum for index in fitted])
+    return _interval(value, _half_width(weights * deviations, seeds))
+
+
+def _price(index: int, curve: Curve, fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int) -> Interval:
+    """Return the loss at the smallest size's best rate over that at the size's own.
+
+    It is read from the size's parabola within its rates, else between measured rates. Its interval is not below zero.
+    """
+    base = fits[0]
+    own = fits[index]
     if base.trouble or own.trouble or not curve.x[0] <= base.optimum <= curve.x[-1]:
         return Interval(math.nan, -math.inf, math.inf)
-    if own.used[0] <= base.optimum <= own.used[-1]:
-        price = own.curvature * (base.optimum - own.optimum) ** 2
-        spread = own_resampled[2] * (base_resampled[0] - own_resampled[0]) ** 2
-        return _interval(price, spread, drawn.shape[1], 0.0)
+    if index == 0:
+        return Interval(0.0, 0.0, 0.0)
+    if not own.used[0] <= base.optimum <= own.used[-1]:
+        return _measured_price(curve, base, own, scatters[0], seeds)
+    octaves = base.optimum - own.optimum
+    price = own.curvature * octaves**2
+    half = _half_width(np.array([scatters[0].optimum, scatters[index].optimum]), seeds)
+    if not math.isfinite(half):
+        return Interval(price, 0.0, math.inf)
+    least = max(0.0, abs(octaves) - half)
+    most = abs(octaves) + half
+    # The errors of distance and curvature are independent: each end adds their squares (Zou and Donner 2008).
+    bend = price * scatters[index].curvature
+    low = price - math.hypot(price - own.curvature * least**2, bend)
+    high = price + math.hypot(own.curvature * most**2 - price, bend)
+    return Interval(price, max(0.0, low), high)
+
+
+def _measured_price(curve: Curve, base: Fit, own: Fit, base_scatter: Scatter, seeds: int) -> Interval:
+    """Return the price where the smallest size's best rate lies beside the parabola: between two measured rates."""
     upper = int(np.searchsorted(curve.x, base.optimum))
     pair = [max(upper - 1, 0), upper]
-    seeds = int((~np.isnan(curve.losses[pair])).all(axis=0).sum())
-    at = np.interp(base.optimum, curve.x[pair], curve.losses[pair, :seeds].mean(axis=1))
-    if not np.isfinite(at):
+    # Seeds that were added later exist only near the minimum.
+    common = min(seeds, int((~np.isnan(curve.losses[pair])).all(axis=0).sum()))
+    losses = curve.losses[pair, :common]
+    if not np.isfinite(losses).all():
         return Interval(math.inf, math.inf, math.inf)
-    own_drawn = drawn[:, :seeds] % seeds  # seeds added later exist only near the minimum
-    lower, higher = curve.losses[pair][:, own_drawn].mean(axis=2)
-    x = np.clip(base_resampled[0], *curve.x[pair])
-    spread = lower + (higher - lower) * (x - curve.x[pair[0]]) / (curve.x[pair[1]] - curve.x[pair[0]])
-    return _interval(float(at) - own.loss, spread - own_resampled[1], seeds, 0.0)
+    share = (base.optimum - curve.x[pair[0]]) / (curve.x[pair[1]] - curve.x[pair[0]])
+    there = losses[0] + share * (losses[1] - losses[0])
+    loss_map, _, _ = projection(np.asarray(own.used), own.optimum)
+    least = loss_map @ curve.losses[np.isin(curve.x, own.used), :seeds]
+    price = float(there.mean() - least.mean())
+    if common < 2:
+        return Interval(price, 0.0, math.inf)
+    apart = there - least[:common]
+    by_loss = _half_width(np.array([apart.std(ddof=1)]), common)
+    slope = float(losses[1].mean() - losses[0].mean()) / float(curve.x[pair[1]] - curve.x[pair[0]])
+    by_rate = abs(slope) * _half_width(np.array([base_scatter.optimum]), seeds)
+    half = math.hypot(by_loss, by_rate)
+    return Interval(price, max(0.0, price - half), price + half)
 
 
 def _worse(
     sizes: Sequence[int], curves: Sequence[Curve], base: Fit
 ) -> tuple[tuple[tuple[int, float, Interval], ...], int]:
-    """Where a size is worse than the one before it, and how many sizes and learning rates were compared."""
+    """Return where a size is worse than the one before it, and how many sizes and learning rates were compared."""
     worse, compared = [], 0
     for size, before, after in zip(sizes[1:], curves, curves[1:], strict=False):
         for x in np.intersect1d(before.x, after.x):

@@ -23,6 +23,8 @@ WIDE = 3.0
 """Greatest loss over the least from which on the axis of losses is logarithmic."""
 ACROSS = 3
 """Most panels in a row."""
+MARKERS = "os^DvP"
+"""Per size, so that curves can be told apart without their shades."""
 LETTERS = 40
 """Of a line of a panel's title."""
 LOSSES = {
@@ -34,8 +36,8 @@ LOSSES = {
 def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, loss: str = LOSSES["training"]) -> None:
     """Write a PNG of panels with shared axes, at most `ACROSS` in a row, one per study of an axis.
 
-    Curves go from light (smallest) to dark (largest); faint points are seeds, a cross at the top a rate at which a seed
-    diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
+    Curves go from light (smallest) to dark (largest), each with a marker of its own; faint points are seeds, a cross at the top a
+    rate at which a seed diverged, a ringed point a fitted optimum with its interval, the dashed line the smallest size's optimum.
 
     Args:
         path: of the picture.
@@ -56,7 +58,7 @@ def draw(path: Path, studies: Sequence[tuple[Measured, Analysis]], title: str, l
     for panel, (measured, analysis) in zip(panels, studies, strict=True):
         draw_study(panel, analysis, measured.curves)
         label = textwrap.fill(measured.study.label, LETTERS * (2 if across == 1 else 1), break_on_hyphens=False)
-        panel.set_title(f"{label}\n{drift_words(analysis)}", fontsize=10, loc="left", color=INK)
+        panel.set_title(f"{label}\n{drift_words(analysis)}{_price_line(analysis)}", fontsize=10, loc="left", color=INK)
         panel.set_xlabel("peak learning rate", fontsize=9)
         panel.grid(color="#E6E6E6", linewidth=0.8)
         panel.set_axisbelow(True)
@@ -86,9 +88,10 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
     top: Any = {"transform": panel.get_xaxis_transform(), "clip_on": False, "in_layout": False}
     for at, (size, curve) in enumerate(zip(analysis.sizes, curves, strict=True)):
         colour = colormaps["Blues"](0.35 + 0.65 * at / max(1, len(curves) - 1))
+        marker = MARKERS[at % len(MARKERS)]
         mean = np.nanmean(curve.losses, axis=1)
         finite = np.isfinite(mean)
-        panel.plot(curve.x[finite], mean[finite], "o-", color=colour, lw=1.8, ms=3.5, label=f"{size}")
+        panel.plot(curve.x[finite], mean[finite], f"{marker}-", color=colour, lw=1.8, ms=4.5, label=f"{size}")
         panel.plot(curve.x, curve.losses, "o", color=colour, ms=2.2, alpha=0.35, zorder=1)
         panel.plot(curve.x[~finite], np.ones((~finite).sum()), "x", color=colour, ms=6, **top)
         fitted, optimum = analysis.fits[at], analysis.optima[at]
@@ -97,14 +100,26 @@ def draw_study(panel: Axes, analysis: Analysis, curves: Sequence[Curve]) -> None
         if math.isfinite(optimum.half_width):
             panel.errorbar(fitted.optimum, fitted.loss, xerr=optimum.half_width, color=ORANGE, capsize=3, zorder=4)
         panel.plot(fitted.optimum, fitted.loss, "o", ms=5, mfc=colour, mec=ORANGE, mew=1.4, zorder=5)
+    # The legend names the rings below the curves.
+    panel.plot([], [], "o", ms=5, mfc="none", mec=ORANGE, mew=1.4, label="best rate, 95 %")
     if not analysis.fits[0].trouble:
-        panel.axvline(analysis.fits[0].optimum, color="#888888", linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+        dashed: Any = {"color": "#888888", "linewidth": 1, "linestyle": (0, (4, 3)), "zorder": 0}
+        panel.axvline(analysis.fits[0].optimum, label=f"best rate of {analysis.sizes[0]}", **dashed)
     panel.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     panel.xaxis.set_major_formatter(lambda x, _: f"$2^{{{x:g}}}$")
 
 
+def _price_line(analysis: Analysis) -> str:
+    """Return a line on what not retuning costs at the largest size; empty for one size, or where it is not known."""
+    price = analysis.prices[-1]
+    if len(analysis.sizes) == 1 or math.isnan(price.value):
+        return ""
+    cost = "diverges" if math.isinf(price.value) else f"costs {price.value:.3f} nats"
+    return f"\nat {analysis.sizes[-1]} the best rate of {analysis.sizes[0]} {cost}"
+
+
 def drift_words(analysis: Analysis) -> str:
-    """The drift and the verdict, as a panel's title says them."""
+    """Return the drift and the verdict, as a panel's title says them."""
     if len(analysis.sizes) == 1:
         return analysis.fits[0].trouble or f"best rate {2.0 ** analysis.fits[0].optimum:.3g}"
     drift = analysis.drift

@@ -8,6 +8,7 @@ up to a tenth or two of an octave too low; at sizes whose curves have one shape,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -26,6 +27,8 @@ STEEP = 5.0
 """A rate whose excess loss is so many times the median one in the window lies past the edge of stability, on no parabola."""
 NOISE = ("its losses near the best rate are not convex", "the fitted minimum lies outside the rates that trained")
 """Troubles of a fit that more seeds may end."""
+ROUNDS = 6
+"""How often the weights of a parabola go to its vertex."""
 SIDES = 2
 """Rates wanted on either side of the best one, where they are `STEP` apart; one where they are further."""
 
@@ -43,18 +46,20 @@ class Curve:
     x: np.ndarray
     losses: np.ndarray
     first: int
+    _fits: dict[int, Fit] = dataclasses.field(default_factory=dict, init=False, repr=False, compare=False)
+    """Fits by number of seeds, kept because a study asks for them in every round."""
 
-    @property
+    @functools.cached_property
     def mean(self) -> np.ndarray:
         """Mean over the first seeds that each rate has [R]; inf where one of them diverged."""
         return np.nanmean(self.losses[:, : self.first], axis=1)
 
-    @property
+    @functools.cached_property
     def best(self) -> int:
         """Index of the rate with the least mean, of the first where every rate diverged."""
         return int(np.argmin(np.where(np.isfinite(self.mean), self.mean, np.inf)))
 
-    @property
+    @functools.cached_property
     def gap(self) -> float:
         """Octaves from the best rate to the one next to it; `STEP` where there is no other."""
         return float(min(np.abs(np.delete(self.x, self.best) - self.x[self.best]), default=STEP))
@@ -64,6 +69,10 @@ class Curve:
 
         Chosen from the first seeds alone, so that seeds added later do not move it.
         """
+        return self._window
+
+    @functools.cached_property
+    def _window(self) -> np.ndarray:
         mean, best = self.mean, self.best
         if not np.isfinite(mean).any():
             return np.zeros(len(mean), bool)
@@ -120,38 +129,60 @@ class Fit:
         return f"{self.trouble}; train at {rates} too" if rates else self.trouble
 
 
-def parabola(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Vertex, loss there and curvature [B] of weighted parabolas; nan where one opens downwards.
+def projection(x: np.ndarray, centre: float) -> np.ndarray:
+    """Return the linear map from losses to the coefficients of their weighted parabola [3, n].
+
+    The parabola is c + b * u + a * u^2 of u = x - centre, and the rows are those of c, b and a.
+
+    Args:
+        x: log2 of the rates [n], increasing, at least three.
+        centre: where the tricube weights are greatest.
+    """
+    # Three rates have weight wherever the centre is.
+    reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))
+    u = x - centre
+    weight = np.clip(1 - np.abs(u / reach) ** 3, 0, None) ** 3
+    powers = np.array((np.ones_like(u), u, u * u))
+    weighted = powers * weight
+    return np.linalg.solve(weighted @ powers.T, weighted)
+
+
+def parabola(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
+    """Return vertex, loss there and curvature of a weighted parabola; nan where it opens downwards.
 
     The weights are centred at the vertex, which is found by going there a few times from the least point.
 
     Args:
         x: log2 of the rates [n], increasing, at least three.
-        y: losses [B, n], finite.
+        y: losses [n], finite.
     """
-    centre = x[np.argmin(y, axis=1)]
-    reach = max(REACH, REACH * float((x[2:] - x[:-2]).max()))  # three rates have weight wherever the centre is
-    a = b = c = vertex = np.full(len(y), np.nan)
-    for _ in range(6):
-        u = x[None, :] - centre[:, None]
-        weight = np.clip(1 - np.abs(u / reach) ** 3, 0, None) ** 3
-        powers = np.stack([u**0, u, u**2], axis=-1)  # [B, n, 3]
-        normal = np.einsum("bni,bn,bnj->bij", powers, weight, powers)
-        c, b, a = np.linalg.solve(normal, np.einsum("bni,bn,bn->bi", powers, weight, y)[..., None])[..., 0].T
-        with np.errstate(divide="ignore", invalid="ignore"):
-            vertex = np.where(a > 0, centre - b / (2 * a), np.nan)
-        centre = np.where(a > 0, np.clip(vertex, x[0], x[-1]), centre)
-    u = vertex - centre
-    return vertex, c + b * u + a * u**2, np.where(a > 0, a, np.nan)
+    centre = float(x[np.argmin(y)])
+    vertex = loss = curvature = math.nan
+    for _ in range(ROUNDS):
+        c, b, a = (float(value) for value in projection(x, centre) @ y)
+        if a <= 0:
+            return math.nan, math.nan, math.nan
+        offset = -b / (2 * a)
+        vertex = centre + offset
+        loss = c + b * offset + a * offset**2
+        curvature = a
+        centre = float(np.clip(vertex, x[0], x[-1]))
+    return vertex, loss, curvature
 
 
 def fit(curve: Curve, seeds: int) -> Fit:
-    """The minimum of a size's curve, from its first `seeds` seeds.
+    """Return the minimum of a size's curve, from its first `seeds` seeds.
 
     Args:
         curve: of the size.
         seeds: counted from the first, whose mean is fitted.
     """
+    if seeds not in curve._fits:
+        curve._fits[seeds] = _fitted(curve, seeds)
+    return curve._fits[seeds]
+
+
+def _fitted(curve: Curve, seeds: int) -> Fit:
     window = curve.window()
     trained = window & np.isfinite(curve.losses[:, :seeds]).all(axis=1)
     used = tuple(float(x) for x in curve.x[trained])
@@ -164,7 +195,7 @@ def fit(curve: Curve, seeds: int) -> Fit:
         between = tuple(float(curve.x[curve.best] + side * curve.gap / 2) for side in (-1, 1))
         return Fit(*nothing, "fewer than three rates near the best one trained from every seed", between)
     mean = curve.losses[trained, :seeds].mean(axis=1)
-    vertex, loss, curvature = (float(value[0]) for value in parabola(curve.x[trained], mean[None]))
+    vertex, loss, curvature = parabola(curve.x[trained], mean)
     if math.isnan(curvature) or not used[0] <= vertex <= used[-1]:
         return Fit(*nothing, NOISE[0] if math.isnan(curvature) else NOISE[1])
     return Fit(vertex, loss, curvature, used)

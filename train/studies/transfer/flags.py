@@ -17,10 +17,13 @@ class Transfer:
     """Whether the best learning rate stays as the model grows.
 
     Trains the recipe's model at each size over a grid of learning rates, half octaves apart, from several seeds on the same
-    batches; fits each size's best rate, and reports how far it drifts as the size doubles, what not tuning the larger sizes
-    costs, and whether bigger is better near the transferred rate. --compare puts other presets beside, --control one that
-    should drift. The grid grows until every minimum lies inside, seeds are added until the drift is known to 0.15 octaves per
-    doubling or --minutes of training end. The preset is relative to the smallest size unless --preset.base is given.
+    batches; fits each size's best rate, and says whether to keep the rate, how far it drifts as the size doubles, what not
+    retuning the larger sizes costs, and whether bigger is better near the transferred rate. --compare puts other presets beside,
+    --control one that should drift. The grid grows until every minimum lies inside, seeds are added until the verdict is decided
+    or --max-seeds or --minutes of training end. The preset is relative to the smallest size unless --preset.base is given.
+
+    A rate transfers where its drift is within 0.15 octaves per doubling and the 95 % interval inside 0.30; it drifts where the
+    interval lies wholly outside 0.15; else it is undecided. Before --max-seeds a study ends only if an interval of 98 % decides too.
 
     FOLDER gets points.jsonl, transfer.json, transfer.html and a PNG per axis; the same command goes on where it was stopped.
     What is not listed here is a flag of the recipe (`mupax train RECIPE --help`) and holds for every point.
@@ -39,7 +42,7 @@ class Transfer:
     seeds: Annotated[int, conf.arg(metavar="N")] = 3
     """Initializations at every rate."""
     max_seeds: Annotated[int, conf.arg(metavar="N")] = 8
-    """Initializations near the minima."""
+    """Initializations near the minima, at most: one after another while the verdict is undecided."""
     minutes: Annotated[float, conf.arg(metavar="M")] = 20.0
     """Training time of one study."""
     out: Annotated[Path | None, conf.arg(metavar="FOLDER")] = None

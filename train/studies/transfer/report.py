@@ -1,4 +1,4 @@
-"""A transfer study's result: as tables on the screen, as JSON, and as one self-contained HTML file."""
+"""A transfer study's result, the answer first: on the screen, as JSON, and as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from typing import Any
 
 from mupax import disk, terminal
 from mupax.train.studies.sweep.grids import power
-from mupax.train.studies.transfer import figure
-from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, finite
+from mupax.train.studies.transfer import conclusion, figure
+from mupax.train.studies.transfer.drift import BOUND, TOLERANCE, Analysis, finite
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
 
 Studies = Sequence[tuple[Measured, Analysis]]
 
 _PACKAGES = ("mupax", "jax", "flax", "optax", "numpy", "scipy")
-_HEADER = ("", "width", "best rate", "95 %, octaves", "loss there", "price of not tuning", "rates", "note")
+_HEADER = ("", "width", "best rate", "95 %, octaves", "loss there", "price of not retuning", "rates", "note")
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } img { max-width: 100% }
 table { border-collapse: collapse; margin: .5rem 0 } td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
 td:last-child { text-align: left } code, pre { background: #f5f5f5; padding: .1rem .3rem }
 pre { padding: .6rem; overflow-x: auto } .transfers { color: #00704a } .drifts { color: #b00020 } .undecided { color: #8a6100 }
+.answer { font-size: 1.2rem; font-weight: 600 }
 """
 
 
@@ -67,6 +68,8 @@ def _study(measured: Measured, analysis: Analysis) -> dict[str, Any]:
         "verdict": analysis.verdict,
         "drift_octaves_per_doubling": analysis.drift.to_json(),
         "tolerance": TOLERANCE,
+        "bound": BOUND,
+        "conclusion": conclusion.conclusion(measured, analysis),
         "seeds": analysis.seeds,
         "stopped": measured.stopped,
         "train_seconds": round(measured.seconds, 1),
@@ -101,7 +104,13 @@ def _sentences(measured: Measured, analysis: Analysis) -> list[str]:
     """The study in words: verdict and drift, the sizes left out, whether bigger is better, why it ended."""
     study, verdict = measured.study, analysis.verdict.replace("undecided", "is undecided")
     drift = figure.drift_words(analysis).partition(":")[0]
-    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} paired seeds"]
+    price = analysis.prices[-1]
+    cost = (
+        ""
+        if math.isnan(price.value)
+        else f"; not retuning {study.axis} {study.sizes[-1]} {conclusion.cost_words(price, 'costs')}"
+    )
+    lines = [f"{study.label} {verdict} in {study.axis}: {drift}, from {analysis.seeds} seeds at every size{cost}"]
     left_out = [str(size) for size, fitted in zip(study.sizes, analysis.fits, strict=True) if fitted.trouble]
     if left_out:
         lines.append(f"without {study.axis} {', '.join(left_out)}, which has no fitted optimum")
@@ -139,26 +148,35 @@ def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
     return table
 
 
-def show(studies: Studies, control: str | None) -> None:
-    """Print a table per study, its sentences, and the comparison with the control.
+def show(studies: Studies, control: str | None, command: str) -> None:
+    """Print the answers, what to type next, and then a table per study with its sentences.
 
     Args:
         studies: all of them.
         control: label of the preset that is expected to drift; nothing is compared without one.
+        command: that made the studies.
     """
+    for line in conclusion.conclusions(studies, control):
+        terminal.say(line)
+    for step in conclusion.next_steps(studies, control, command):
+        terminal.say(f"{step.sentence}{':' if step.command else ''}")
+        if step.command:
+            print(terminal.command(step.command))
     for measured, analysis in studies:
+        print()
         terminal.say(f"{measured.study.label}, growing {measured.study.axis}")
         print(terminal.table(_rows(measured, analysis), left=("", "note"), indent=1))
         print(*(terminal.wrapped(f"  {line}") for line in _sentences(measured, analysis)), sep="\n")
+    print()
     for line in _compared(studies, control):
         terminal.say(line)
 
 
 def _compared(studies: Studies, control: str | None) -> list[str]:
     return [
-        f"{entry['preset']} in {entry['axis']}: drift {'apart from' if entry['apart'] else 'not apart from'} that of "
-        f"{entry['control']}; price of not tuning the largest size {entry['price']} against {entry['control_price']}"
-        f" ({'below' if entry['below_half'] else 'not below'} half)"
+        f"{entry['preset']} in {entry['axis']}: its drift is {'apart from' if entry['apart'] else 'not apart from'} that of "
+        f"{entry['control']}; price of not retuning the largest size {entry['price']}, under {entry['control']} "
+        f"{entry['control_price']}"
         for entry in _comparison(studies, control)
     ]
 
@@ -173,18 +191,25 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
         folder: of all of them.
         studies: all of them.
         control: as for `show`.
-        about: `title`, `command`, `recipe`, `optimizer` and `steps`, and further facts by name.
+        about: `title`, `command`, `recipe`, `optimizer` and `steps`, and further facts by name; `versions` where the rows are of
+            other versions than these.
     """
     record = {
         "format": "transfer study 1",
         **about,
-        "versions": provenance(),
+        "versions": about.get("versions", provenance()),
         "studies": [_study(*one) for one in studies],
     }
     record["comparison"] = _comparison(studies, control)
     disk.write_whole(folder / "transfer.json", json.dumps(record, indent=1) + "\n")
     title = html.escape(about["title"])
     body = [f"<h1>{title}</h1>"]
+    answers = conclusion.conclusions(studies, control)
+    body += [f'<p class="answer">{html.escape(line)}</p>' for line in answers]
+    for step in conclusion.next_steps(studies, control, about["command"]):
+        body.append(f"<p>{html.escape(step.sentence)}</p>")
+        if step.command:
+            body.append(f"<pre>{html.escape(step.command)}</pre>")
     for axis in dict.fromkeys(measured.study.axis for measured, _ in studies):
         of_axis = [(measured, analysis) for measured, analysis in studies if measured.study.axis == axis]
         run = f"{about['recipe']}, {about['optimizer']}, {about['steps']} steps"

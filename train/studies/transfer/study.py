@@ -3,8 +3,8 @@
 A study asks for points in rounds, each after the losses of the one before. At the smallest size it starts from five
 learning rates around the recipe's, at every other from five around the optimum of the size before, and adds rates until the
 best has two on either side; then the two rates around the smallest size's optimum, whose loss is the price of not tuning;
-then seeds, one at a time at the rates near each optimum, until the drift is known well enough or its minutes end. Where
-more seeds leave a size without a minimum, its rates are chosen anew from all of them.
+then seeds, one at a time at the rates near each optimum, until the verdict on the drift is no longer `undecided`, or seeds or
+minutes end. Where more seeds leave a size without a minimum, its rates are chosen anew from all of them.
 
 All points see the same batches; seed n initializes every size and rate alike.
 """
@@ -23,7 +23,7 @@ from mupax.train.config import sizes as sizes_of_models
 from mupax.train.config.preset import PresetConfig, base_text, preset_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
-from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, analyse
+from mupax.train.studies.transfer.drift import Analysis, analyse
 from mupax.train.studies.transfer.fit import NOISE, SIDES, STEP, Curve, fit
 from mupax.zoo.configs import ConfigError
 
@@ -111,6 +111,12 @@ class Measured:
     rows: dict[Point, Row] = dataclasses.field(default_factory=dict)
     stopped: str = ""
     chosen: dict[int, int] = dataclasses.field(default_factory=dict)
+    _curves: dict[int, tuple[int, int, Curve]] = dataclasses.field(default_factory=dict, init=False, repr=False)
+    """Per size the number of all rows, the first seeds, and the curve of them: a round asks for curves several times."""
+    _analysed: tuple[int, dict[int, int], Analysis | None] | None = dataclasses.field(
+        default=None, init=False, repr=False
+    )
+    """Rows and chosen seeds of the last analysis, and that analysis: a round asks for it several times."""
 
     @property
     def seconds(self) -> float:
@@ -118,7 +124,13 @@ class Measured:
         return sum(row.seconds for row in self.rows.values())
 
     def curve(self, at: int) -> Curve:
-        """Losses of one size, at the rates that have their first seeds."""
+        """Return the losses of one size, at the rates that have their first seeds."""
+        state = (len(self.rows), self._first(at))
+        if at not in self._curves or self._curves[at][:2] != state:
+            self._curves[at] = (*state, self._curve_of(at))
+        return self._curves[at][2]
+
+    def _curve_of(self, at: int) -> Curve:
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
         tried = {rate for index, rate, _ in self.rows if index == at}
         rates = sorted(r for r in tried if all((at, r, s) in self.rows for s in range(self.first)))
@@ -132,9 +144,13 @@ class Measured:
         return [self.curve(at) for at in range(len(self.study.sizes))]
 
     def analysis(self) -> Analysis | None:
-        """Fits and intervals of the curves; None before every size has one."""
-        curves = self.curves
-        return analyse(self.study.sizes, curves) if all(len(curve.x) for curve in curves) else None
+        """Return fits and intervals of the curves; None before every size has one."""
+        if self._analysed is None or self._analysed[:2] != (len(self.rows), self.chosen):
+            curves = self.curves
+            complete = all(len(curve.x) for curve in curves)
+            analysis = analyse(self.study.sizes, curves) if complete else None
+            self._analysed = (len(self.rows), dict(self.chosen), analysis)
+        return self._analysed[2]
 
     def next_points(self, max_seeds: int, minutes: float) -> Sequence[Point]:
         """Points to train next; none when the study is over, and then `stopped` says why.
@@ -188,33 +204,71 @@ class Measured:
                 return points
         return []
 
+    def seed_points(self, analysis: Analysis) -> list[Point]:
+        """Return the points of one more seed: the rates of every size's fit, without those that are trained."""
+        points: list[Point] = []
+        for index, curve in enumerate(self.curves):
+            rates = [round(x / STEP) for x in curve.x[curve.window()]]
+            candidates = [(index, rate, analysis.seeds) for rate in rates]
+            points += [point for point in candidates if point not in self.rows]
+        return points
+
+    def seconds_of(self, points: Sequence[Point]) -> float:
+        """Return the seconds that points will probably train, from those of their sizes so far."""
+        seconds = 0.0
+        for index in {point[0] for point in points}:
+            own = [row.seconds for (size, _, _), row in self.rows.items() if size == index]
+            count = sum(point[0] == index for point in points)
+            seconds += count * sum(own) / max(1, len(own))
+        return seconds
+
     def _seed(self, max_seeds: int, minutes: float) -> list[Point]:
-        """One more seed at the rates of every size's fit, or the reason why not."""
+        """Return one more seed's points, or stop and say why there are none."""
         analysis = self.analysis()
         noisy = [fitted.trouble in NOISE for fitted in analysis.fits] if analysis else []
         if analysis is None or sum(not f.trouble for f in analysis.fits) + sum(noisy) < 2:
             return self._stop("fewer than two sizes have a minimum; more seeds would not help")
-        if analysis.drift.half_width <= TOLERANCE and not any(noisy):
-            return self._stop(f"the drift is known to {TOLERANCE} octaves per doubling")
-        if (seed := analysis.seeds) >= max_seeds:
+        if analysis.settled and not any(noisy):
+            return self._stop("the verdict is decided")
+        if analysis.seeds >= max_seeds:
             return self._stop(f"all {max_seeds} seeds are used")
-        points, seconds = [], 0.0
-        for at, curve in enumerate(self.curves):
-            own = [row.seconds for (i, _, _), row in self.rows.items() if i == at]
-            rates = [round(x / STEP) for x in curve.x[curve.window()]]
-            missing = [(at, rate, seed) for rate in rates if (at, rate, seed) not in self.rows]
-            points += missing
-            seconds += len(missing) * sum(own) / len(own)
-        if self.seconds + seconds > 60 * minutes:
+        points = self.seed_points(analysis)
+        if self.seconds + self.seconds_of(points) > 60 * minutes:
             return self._stop(f"the {minutes:g} minutes would not hold another seed")
         return points
+
+    def seeds_line(self, points: Sequence[Point], max_seeds: int, minutes: float) -> str:
+        """Return a line on the seed that comes next: why, how many at most, and how long that takes at most.
+
+        It is empty where the points are of rates that are still missing.
+        """
+        analysis = self.analysis()
+        if analysis is None or {seed for _, _, seed in points} != {analysis.seeds}:
+            return ""
+        drift = analysis.drift
+        shown = "no drift yet"
+        if math.isfinite(drift.value):
+            shown = f"drift {drift.value:+.2f}"
+        if math.isfinite(drift.half_width):
+            shown += f" [{drift.low:+.2f}, {drift.high:+.2f}]"
+        state = "is undecided"
+        if analysis.verdict != "undecided":
+            state = "has a size without a minimum" if any(f.trouble for f in analysis.fits) else "is decided by little"
+        own = self.seconds_of(points) / 60
+        left = max_seeds - analysis.seeds
+        most = min(left * own, minutes - self.seconds / 60)
+        return (
+            f"{self.study.label} in {self.study.axis} {state} after {analysis.seeds} seeds ({shown} octaves per doubling): "
+            f"at most {left} more, about {own:.1f} minutes of training each, {most:.1f} in all"
+        )
 
 
 def measure(
     studies: Sequence[Study],
     run: Runner,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] | None = None,
     *,
+    trained: Callable[[Sequence[Config]], bool] = lambda configs: False,
     seeds: int = 3,
     max_seeds: int = 8,
     minutes: float = 20.0,
@@ -228,20 +282,74 @@ def measure(
         studies: to measure.
         run: trains points, or has their rows from before.
         tell: called with a line per round.
+        trained: returns whether `run` has the rows of all these points from before. Seeds that an earlier command trained at
+            the rates of the fits are used, even where fewer decide.
         seeds: at every rate.
         max_seeds: near the minima.
         minutes: of training, of one study; training that was resumed counts too.
         kind: what asks for points.
     """
     every = [kind(study, seeds) for study in studies]
-    while requests := [(measured, point) for measured in every for point in measured.next_points(max_seeds, minutes)]:
-        groups: dict[str, list[Point]] = {}
-        for measured, point in requests:
-            name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
-            groups.setdefault(name, []).append(point)
-        counts = {name: [len(set(column)) for column in zip(*points, strict=True)] for name, points in groups.items()}
-        tell("; ".join(f"{name}: {rates} rates, {each} seeds" for name, (_, rates, each) in counts.items()))
+    while requests := _requests(every, max_seeds, minutes, run, trained):
+        if tell is not None:
+            _tell_round(tell, every, requests, max_seeds, minutes)
         rows = run([measured.study.config(point) for measured, point in requests])
         for (measured, point), row in zip(requests, rows, strict=True):
             measured.rows[point] = row
     return every
+
+
+def _tell_round(
+    tell: Callable[[str], None],
+    every: Sequence[Measured],
+    requests: Sequence[tuple[Measured, Point]],
+    max_seeds: int,
+    minutes: float,
+) -> None:
+    """Say which rates and seeds are trained next, and how many seeds may follow."""
+    groups: dict[str, list[Point]] = {}
+    for measured, point in requests:
+        name = f"{measured.study.label} {measured.study.axis} {measured.study.sizes[point[0]]}"
+        groups.setdefault(name, []).append(point)
+    counts = {name: [len(set(column)) for column in zip(*points, strict=True)] for name, points in groups.items()}
+    tell("; ".join(f"{name}: {rates} rates, {seeds} seeds" for name, (_, rates, seeds) in counts.items()))
+    for measured in every:
+        own = [point for other, point in requests if other is measured]
+        if own and (line := measured.seeds_line(own, max_seeds, minutes)):
+            tell(line)
+
+
+def _requests(
+    every: Sequence[Measured],
+    max_seeds: int,
+    minutes: float,
+    run: Runner,
+    trained: Callable[[Sequence[Config]], bool],
+) -> list[tuple[Measured, Point]]:
+    """Return the points that all studies ask for next, after what is trained already is used."""
+    requests: list[tuple[Measured, Point]] = []
+    for measured in every:
+        points = measured.next_points(max_seeds, minutes)
+        # Only a grid's study adds seeds; with more of them its verdict, and so its end, may be another.
+        if not points and type(measured) is Measured and _use_trained(measured, run, trained):
+            points = measured.next_points(max_seeds, minutes)
+        requests += [(measured, point) for point in points]
+    return requests
+
+
+def _use_trained(measured: Measured, run: Runner, trained: Callable[[Sequence[Config]], bool]) -> bool:
+    """Add the further seeds whose rows are all there, so that no measured seed is left out of the verdict.
+
+    Returns:
+        Whether there were any.
+    """
+    added = False
+    while analysis := measured.analysis():
+        points = measured.seed_points(analysis)
+        configs = [measured.study.config(point) for point in points]
+        if not points or not trained(configs):
+            break
+        for point, row in zip(points, run(configs), strict=True):
+            measured.rows[point] = row
+        added = True
+    return added

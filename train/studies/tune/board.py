@@ -29,8 +29,9 @@ class Board(Table):
         super().__init__(console, [], metric, value)
 
     def __exit__(self, *error: object) -> None:
+        """Leave the table out where the search ended: `report.told` prints the constants below its answer."""
         self._live.stop()
-        if any(row for row in self._search.rows.values()):
+        if error[0] is not None and self._search.rows:
             self.note(self.heading())
             self._console.print(self.table())
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from mupax import disk
-from mupax.terminal import command, wrapped
+from mupax.terminal import command, table, wrapped
 from mupax.train.config import record
 from mupax.train.run.report.plotting import BLUE, GREY, INK, ORANGE
 from mupax.train.studies.transfer import tuned
-from mupax.train.studies.transfer.drift import finite
+from mupax.train.studies.transfer.drift import CONFIDENCE, finite
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.tune import surrogate
 from mupax.train.studies.tune.over import STEPS
@@ -75,35 +76,83 @@ def summary(search: Search, command: str) -> dict[str, Any]:
 
 
 def told(content: dict[str, Any], metric: str) -> str:
-    """The result in lines, none wider than the terminal but for commands.
+    """Return the result in lines: the answer, what to type next, the constants, and how they were found.
+
+    No line but a command is wider than the terminal.
 
     Args:
         content: of `summary`.
         metric: what a loss is.
     """
-    parts = ", ".join(f"{c['word']} {c['importance']:.0%}" for c in sorted(content["constants"], key=_by_importance))
-    apart, noise = content["winner_less_start"], content["noise"]["sigma"]
-    lines = [
-        f"{len(content['points'])} points in {content['runs']} runs, {content['runs'] / content['runs_without_dropping']:.2f} of "
-        f"all seeds; ended: {content['stopped']}",
-        f"importance: {parts}",
-        *_ends(content),
-        f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
-    ]
-    if all(c["winner"] == c["start"] for c in content["constants"]):
-        return "\n".join(map(wrapped, [*lines, "nothing better than the start was found"]))
-    winner, start = content["fresh_seeds"]["winner"], content["fresh_seeds"]["start"]
-    if apart is not None:
-        verdict = "better" if apart["high"] < 0 else "worse" if apart["low"] > 0 else "not told apart"
-        interval = f"{apart['value']:+.4f} [{apart['low']:+.4f}, {apart['high']:+.4f}]"
-        lines.append(f"winner less start, {metric}, {len(winner)} fresh seeds: {interval}, {verdict}")
-    elif winner:
-        lines.append(
-            f"on {len(winner)} fresh seeds the winner diverged {winner.count(None)} times, the start {start.count(None)}"
+    noise = content["noise"]["sigma"]
+    lines = [wrapped(answer(content, metric))]
+    if not _start_is_best(content):
+        lines += ["Next: train the best point with", command(content["winner"])]
+    lines += [wrapped(line) for line in _ends(content)]
+    lines += ["", table(_constants(content), left=("constant",)), ""]
+    lines += [
+        wrapped(line)
+        for line in (
+            f"{len(content['points'])} points in {content['runs']} runs, {content['runs'] / content['runs_without_dropping']:.2f} "
+            f"of all seeds; ended: {content['stopped']}",
+            f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
         )
-    else:
-        lines.append("the winner has met the start on no fresh seeds; --confirm 5 trains them")
-    return "\n".join([*map(wrapped, lines), "train it with", command(content["winner"])])
+    ]
+    return "\n".join(lines)
+
+
+def answer(content: dict[str, Any], metric: str) -> str:
+    """Return whether to take the best point or to keep the start, in plain words.
+
+    Args:
+        content: of `summary`.
+        metric: what a loss is.
+    """
+    if _start_is_best(content):
+        return f"Keep the start: nothing better than the start was found in {len(content['points'])} points."
+    winner = content["fresh_seeds"]["winner"]
+    start = content["fresh_seeds"]["start"]
+    apart = content["winner_less_start"]
+    if not winner:
+        return "Not decided: the best point has met the start on no fresh seeds; --confirm 5 trains them."
+    if apart is None:
+        return (
+            f"Not decided by a difference: on {len(winner)} fresh seeds the best point diverged {winner.count(None)} times, "
+            f"the start {start.count(None)}."
+        )
+    value = apart["value"]
+    place = "below" if value < 0 else "above"
+    ends = f"ends {abs(value):.4f} nats {place} the start, difference [{apart['low']:+.4f}, {apart['high']:+.4f}]"
+    seeds = f"on {len(winner)} fresh seeds its {metric} {ends}"
+    if apart["high"] < 0:
+        return f"Take the best point: {seeds}."
+    if apart["low"] > 0:
+        return f"Keep the start: the best point is worse, {seeds}."
+    more = _fresh_seeds_to_decide(value, apart["high"] - value, len(winner))
+    advice = f"--confirm {more} would probably decide it" if more else "more fresh seeds would hardly decide it"
+    return f"Not decided: {seeds}; {advice}."
+
+
+def _start_is_best(content: dict[str, Any]) -> bool:
+    return all(constant["winner"] == constant["start"] for constant in content["constants"])
+
+
+def _fresh_seeds_to_decide(value: float, half: float, seeds: int) -> int:
+    """Return the fresh seeds after which a difference would leave zero out if it stayed as it is; 0 for more than 100."""
+    deviation = half * math.sqrt(seeds) / float(stdtrit(seeds - 1, CONFIDENCE))
+    for count in range(seeds + 1, 101):
+        if float(stdtrit(count - 1, CONFIDENCE)) * deviation / math.sqrt(count) < abs(value):
+            return count
+    return 0
+
+
+def _constants(content: dict[str, Any]) -> list[list[str]]:
+    """Return the constants as a table, the most important first."""
+    rows = [["constant", "from", "to", "start", "best", "importance"]]
+    for constant in sorted(content["constants"], key=_by_importance):
+        numbers = [f"{constant[name]:.4g}" for name in ("low", "high", "start", "winner")]
+        rows.append([constant["word"], *numbers, f"{constant['importance']:.0%}"])
+    return rows
 
 
 def write(folder: Path, path: Path, search: Search, content: dict[str, Any]) -> Path:

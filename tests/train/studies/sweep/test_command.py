@@ -38,7 +38,10 @@ def test_the_command_ends_in_a_table_and_a_file(text: str, tmp_path: Path, capsy
     out = capsys.readouterr().out
     assert "heads 4 rates.readout 0.5" in out
     assert "2^-9" in out
-    assert "lowest evaluation loss" in out
+    answer = out.index("With mup rates.readout 0.5: No best learning rate by training loss: ")
+    assert (
+        answer < out.index("Next: train the point of the lowest evaluation loss") < out.index("loss, mean over seeds")
+    )
     record = json.loads((tmp_path / "out" / "sweep.json").read_text())
     assert len(record["points"]) == 4
     assert all(point["eval_loss"] > 0 for point in record["points"])
@@ -163,7 +166,7 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
         str(path),
     ]
     assert main(["sweep", *words]) == 1
-    assert "no best rate, by training loss, for mup" in capsys.readouterr().out
+    assert "No best learning rate by training loss" in capsys.readouterr().out
     assert main(["sweep", *words, "--judge", "evaluation"]) == 0
     saved = find.load(path)
     assert np.log2(saved.optimizer["peak_lr"]) == pytest.approx(-6 + 0.041 / 0.214, abs=1e-3)
@@ -194,9 +197,10 @@ def test_a_sweep_without_a_best_rate_says_what_to_add(
 ) -> None:
     code, figures = swept(lr, losses, text, tmp_path, monkeypatch)
     assert (code, len(figures)) == (0, 1)
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert note.startswith("note: no best rate, by training loss, for mup at width 16: ")
-    assert note.endswith(message)
+    answer, then, *_ = capsys.readouterr().out.splitlines()
+    assert answer.startswith("No best learning rate by training loss: ")
+    assert answer.endswith(f"{message}.")
+    assert then.startswith("Next: ")
     path = tmp_path / "mup.mine.json"
     code, _ = swept(lr, losses, text, tmp_path, monkeypatch, "--save-tuned", str(path))
     assert code == 1

@@ -28,9 +28,15 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = Trained()
     assert command(tmp_path, "--compare", "depth-mup,alpha_l=1", "--control", "sp", "--steps", "7", run=run) == 0
     out = capsys.readouterr().out
+    keep = out.index(
+        "With mup, keep the learning rate: tuned at head_dim 16 and used at head_dim 64 it costs 0.000 nats ["
+    )
+    assert "Under sp it would diverge." in out
+    # The answer, then what to type, then the numbers.
+    assert keep < out.index("Next: train head_dim 64 at the rate of head_dim 16") < out.index("95 %, octaves")
     assert "mup transfers in head_dim" in out
     assert "sp drifts in head_dim" in out
-    assert "drift apart from that of sp" in out
+    assert "its drift is apart from that of sp" in out
     assert {c.steps for c in run.configs} == {7}
 
     record = json.loads((tmp_path / "transfer.json").read_text(), parse_constant=pytest.fail)
@@ -44,8 +50,37 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert re.findall(r'(?:src|href)="(?!data:image/png;base64,)', page) == []
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)
     assert "sp drifts in head_dim" in page
+    assert page.index("keep the learning rate") < page.index("<img") < page.index("<table")
     assert "python -m train transfer ..." in page
     assert (tmp_path / "head_dim.png").stat().st_size < 200_000
+
+
+def test_what_is_not_decided_says_how_many_seeds_would_and_the_command_decides_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    # The optima of seeds differ by so much that three of them leave the verdict open.
+    assert command(tmp_path, "--max-seeds", "3", "--minutes", "99", run=Trained(0.5)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (answer,) = [line for line in lines if line.startswith("Not decided: ")]
+    more = int(re.findall(r"(\d+) more seeds? \(", answer)[0])
+    typed = lines[lines.index("Next: add seeds; what is trained is used again:") + 1]
+    words = typed[typed.index("--max-seeds") :].split()
+    assert words[:2] == ["--max-seeds", f"{3 + more}"]
+    # Seeds are added one after another, and each says how many may follow and how long they take.
+    assert command(tmp_path, *words[:2], "--minutes", "99", run=Trained(0.5)) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        rf"mup in head_dim is undecided after 3 seeds \(drift .* at most {more} more, about [\d.]+ minutes", out
+    )
+    assert any(line.startswith(("Keep the learning rate", "Retune")) for line in out.splitlines())
+
+
+def test_one_seed_is_never_decided(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert command(tmp_path, "--seeds", "1", "--max-seeds", "1", run=Trained()) == 0
+    out = capsys.readouterr().out
+    assert "Not decided: " in out
+    assert "one seed has no interval" in out
+    assert "--max-seeds 3" in out
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

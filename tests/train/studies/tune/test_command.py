@@ -51,7 +51,13 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     assert len(compiled) == 1
     out = capsys.readouterr().out
     assert "ended: all 9 points are tried" in out
-    assert "winner less start, evaluation loss, 2 fresh seeds: " in out
+    lines = out.splitlines()
+    answer = next(
+        i for i, line in enumerate(lines) if line.startswith(("Take the best", "Keep the start", "Not decided"))
+    )
+    assert "on 2 fresh seeds" in lines[answer]
+    assert lines[answer + 1].startswith("Next: ")
+    assert any(line.startswith("constant") for line in lines[answer + 2 :])
     record = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert len(record["points"]) == 9
     assert record["points"][0]["values"] == [constant["start"] for constant in record["constants"]]
