@@ -4,8 +4,8 @@
 
 Needs `apt-get download` and `dpkg-deb` (Debian or Ubuntu) for the first three, and fontTools for emoji. No image is
 installed or committed. `FOLDER/NAME/images/CLASS/*.png` has all images, `FOLDER/NAME/SPLIT/{train,test}/CLASS` links to
-them: a fifth of every class is the test part, drawn by the seed SPLIT. Fashion-MNIST keeps its own 10,000 test images
-in every split.
+them: a fifth of every class is the test part, drawn by the seed SPLIT. Of Fashion-MNIST the first 8,000 training images are
+taken, so that it is a small folder too.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import argparse
 import gzip
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +24,8 @@ TEST_SHARE = 0.2
 """Share of every class that a split tests on."""
 FEWEST = 30
 """Images of the smallest class of icons."""
+FASHION = 8_000
+"""Images of Fashion-MNIST that are taken."""
 ICON_CONTEXTS = ("actions", "apps", "categories", "devices", "mimetypes", "places", "status")
 """Folders of an icon theme that are classes."""
 
@@ -36,8 +37,6 @@ class Picture(NamedTuple):
     name: str
     """File name, without a suffix."""
     png: bytes
-    part: str = ""
-    """Part that the data set itself gives the image to: train or test; empty where splits are drawn."""
 
 
 def unpack(package: str, folder: Path) -> Path:
@@ -111,13 +110,12 @@ def icons(folder: Path) -> Iterator[Picture]:
 
 
 def fashion(folder: Path) -> Iterator[Picture]:
-    """Yield the 70,000 images of Fashion-MNIST, 28 pixels on a side, in its own two parts."""
+    """Yield the first training images of Fashion-MNIST, 28 pixels on a side."""
     root = unpack("dataset-fashion-mnist", folder)
-    for part, prefix in (("train", "train"), ("test", "t10k")):
-        pixels = _idx(next(root.rglob(f"{prefix}-images-idx3-ubyte.gz")), 16).reshape(-1, 28, 28)
-        labels = _idx(next(root.rglob(f"{prefix}-labels-idx1-ubyte.gz")), 8)
-        for index, (image, label) in enumerate(zip(pixels, labels, strict=True)):
-            yield Picture(str(label), f"{part}-{index:05}", _png(image), part)
+    pixels = _idx(next(root.rglob("train-images-idx3-ubyte.gz")), 16).reshape(-1, 28, 28)[:FASHION]
+    labels = _idx(next(root.rglob("train-labels-idx1-ubyte.gz")), 8)[:FASHION]
+    for index, (image, label) in enumerate(zip(pixels, labels, strict=True)):
+        yield Picture(str(label), f"{index:05}", _png(image))
 
 
 def _idx(file: Path, header: int) -> np.ndarray:
@@ -155,47 +153,31 @@ SETS: dict[str, Callable[[Path], Iterator[Picture]]] = {
 def write(name: str, folder: Path, splits: int) -> dict[str, int]:
     """Write a data set below a folder and return its number of images by class; what is there stays as it is."""
     images = folder / name / "images"
-    parts: dict[str, str] = {}
-    if not (folder / name / "complete").exists():
+    complete = folder / name / "complete"
+    if not complete.exists():
         with tempfile.TemporaryDirectory() as temporary:
             for picture in SETS[name](Path(temporary)):
                 place = images / picture.class_name
                 place.mkdir(parents=True, exist_ok=True)
                 (place / f"{picture.name}.png").write_bytes(picture.png)
-        (folder / name / "complete").touch()
-    files = sorted(images.glob("*/*.png"))
-    for file in files:
-        parts[str(file)] = file.stem.partition("-")[0] if name == "fashion" else ""
-    _leave_out_small(files, parts)
+        complete.touch()
+    classes = {path.name: sorted(path.glob("*.png")) for path in sorted(images.iterdir())}
+    classes = {class_name: files for class_name, files in classes.items() if len(files) >= FEWEST}
     for seed in range(splits):
         if not (folder / name / str(seed)).exists():
-            _link(folder / name, seed, [file for file in files if str(file) in parts], parts)
-    return dict(sorted(Counter(Path(file).parent.name for file in parts).items()))
+            _link(folder / name / str(seed), seed, classes)
+    return {class_name: len(files) for class_name, files in classes.items()}
 
 
-def _leave_out_small(files: Iterable[Path], parts: dict[str, str]) -> None:
-    """Take classes of fewer than `FEWEST` images out of the files of a data set."""
-    counts = Counter(file.parent.name for file in files)
-    for file in files:
-        if counts[file.parent.name] < FEWEST:
-            del parts[str(file)]
-
-
-def _link(root: Path, seed: int, files: Sequence[Path], parts: dict[str, str]) -> None:
+def _link(split: Path, seed: int, classes: Mapping[str, Sequence[Path]]) -> None:
     """Write one split as folders of links."""
     rng = np.random.default_rng(seed)
-    by_class: dict[str, list[Path]] = {}
-    for file in files:
-        by_class.setdefault(file.parent.name, []).append(file)
-    for name, members in by_class.items():
-        tested = round(TEST_SHARE * len(members))
-        order = rng.permutation(len(members))
-        for rank, index in enumerate(order):
-            file = members[index]
-            part = parts[str(file)] or ("test" if rank < tested else "train")
-            place = root / str(seed) / part / name
+    for class_name, files in classes.items():
+        tested = round(TEST_SHARE * len(files))
+        for rank, index in enumerate(rng.permutation(len(files))):
+            place = split / ("test" if rank < tested else "train") / class_name
             place.mkdir(parents=True, exist_ok=True)
-            (place / file.name).hardlink_to(file)
+            (place / files[index].name).hardlink_to(files[index])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -218,7 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = args.folder.absolute()
         rows = Rows(folder / "rows.json")
         cells = record(rows, folder, args.torch_python, args.sets, args.budgets, args.seeds)
-        content = {"command": f"python -m scripts.bench.recipes.small_folders FOLDER --seeds {args.seeds}", "cells": cells}
+        content = {
+            "command": f"python -m scripts.bench.recipes.small_folders FOLDER --seeds {args.seeds}",
+            "cells": cells,
+        }
         disk.write_whole(OUT, json.dumps(content, indent=1) + "\n")
     render()
     return 0
