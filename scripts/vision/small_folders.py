@@ -98,14 +98,14 @@ def icons(folder: Path) -> Iterator[Picture]:
     Links to another icon are left out, and so are icons whose bytes another icon has.
     """
     root = unpack("oxygen-icon-theme", folder)
-    seen: set[bytes] = set()
+    written: set[bytes] = set()
     for context in ICON_CONTEXTS:
         (place,) = root.rglob(f"48x48/{context}")
         for file in sorted(place.glob("*.png")):
             content = file.read_bytes()
-            if file.is_symlink() or content in seen:
+            if file.is_symlink() or content in written:
                 continue
-            seen.add(content)
+            written.add(content)
             yield Picture(context, file.stem, content)
 
 

@@ -51,9 +51,10 @@ def test_strides_multiply_to_the_patch(patch_size: int, stem: int, strides: tupl
     assert tuple(convolution.stride for convolution in model.convolutions) == strides
     assert model.convolutions[0].kernel == kernel
     assert model.convolutions[-1].side == model.position_grid
-    made = definition(model)
+    structure = definition(model)
     logits = jax.eval_shape(
-        lambda params: made.bind(params, _factors(made))(np.zeros((2, 16, 16, 3), np.float32)), made.abstract
+        lambda params: structure.bind(params, _factors(structure))(np.zeros((2, 16, 16, 3), np.float32)),
+        structure.abstract,
     )
     assert logits.shape == (2, 5)
 
@@ -72,8 +73,8 @@ def test_a_stem_that_cannot_be_is_refused(fields: dict[str, int], message: str) 
         dataclasses.replace(MODEL, **fields)
 
 
-def _factors(made: Definition) -> dict[str, np.ndarray]:
-    return {name: np.full(factor["shape"], 0.25, np.float32) for name, factor in made.factors.items()}
+def _factors(structure: Definition) -> dict[str, np.ndarray]:
+    return {name: np.full(factor["shape"], 0.25, np.float32) for name, factor in structure.factors.items()}
 
 
 def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = frozenset()) -> float:
@@ -84,19 +85,19 @@ def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = fro
         preset: relative to `MODEL`.
         wrong: parameters whose rate does not fall with what they read.
     """
-    made = definition(model)
-    specs = {name: _without_growth(spec) if name in wrong else spec for name, spec in made.specs.items()}
-    resolved = resolve(preset, dataclasses.replace(made, specs=specs), "adam", "coupled")
-    params = made.initialize(np.uint32(0), init_stds(preset, made))
-    tx = optimizer.build(OptimizerConfig(name="adam", peak_lr=1e-2), made.specs)
+    structure = definition(model)
+    specs = {name: _without_growth(spec) if name in wrong else spec for name, spec in structure.specs.items()}
+    resolved = resolve(preset, dataclasses.replace(structure, specs=specs), "adam", "coupled")
+    params = structure.initialize(np.uint32(0), init_stds(preset, structure))
+    tx = optimizer.build(OptimizerConfig(name="adam", peak_lr=1e-2), structure.specs)
     hyper = optimizer.hyper(OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant"), 2).at(np.int32(0))
     images = np.random.default_rng(0).standard_normal((8, 16, 16, 3)).astype(np.float32)
 
     def stem(params: dict[str, jax.Array]) -> jax.Array:
-        return made.model(params, resolved.multiplier, resolved.forward).embed(images)
+        return structure.model(params, resolved.multiplier, resolved.forward).embed(images)
 
     def loss(params: dict[str, jax.Array]) -> jax.Array:
-        logits = made.model(params, resolved.multiplier, resolved.forward)(images)
+        logits = structure.model(params, resolved.multiplier, resolved.forward)(images)
         return -jax.nn.log_softmax(logits)[np.arange(8), np.arange(8) % 5].mean()
 
     def change(params: dict[str, jax.Array]) -> jax.Array:

@@ -22,6 +22,8 @@ _LARGEST = 224
 _PATCHES = 16
 """Patches along a side, at most, where the size of a patch is free: 256 of them, as in a ViT of 256 pixels and patches of 16."""
 _RECORD = "config.json"
+_OF_ONE_START = ("workdir", "resume", "resume_change", "resume_from", "resume_exact", "distributed")
+"""Fields of a recorded config that the start of a run sets anew."""
 
 
 class _Flags(NamedTuple):
@@ -205,9 +207,9 @@ def _as_recorded(config: Config, recorded: Mapping[str, Any], data_name: str, wa
 
     before = recorded.get("model")
     if was_chosen and isinstance(before, Mapping) and before.get("stem") is not None:
-        from mupax.train.config.recipes import files
+        from mupax.train.config.record import from_json
 
-        return files.of_one_record(recorded, "the run's config.json")()
+        return from_json({name: value for name, value in recorded.items() if name not in _OF_ONE_START})
     if isinstance(before, Mapping):
         sizes = {field: before[field] for field in SIZES_OF_IMAGES if type(before.get(field)) is int}
         try:

@@ -148,12 +148,12 @@ class ViTConfig(ImageModel, TransformerConfig):
     def _stem(self) -> dict[str, ParamSpec]:
         """Parameters of the stem: the first convolution reads pixels, every other reads what grows with the width."""
         specs: dict[str, ParamSpec] = {}
-        first, *others = self.convolutions
+        first, *later = self.convolutions
         specs[f"stem.{first.name}"] = ParamSpec(
             role=Role.PATCH_EMBEDDING, axes=("patch", first.output), fan_in=("patch",)
         )
         before = first.output
-        for convolution in others:
+        for convolution in later:
             axes = ("taps", before, convolution.output)
             specs[f"stem.{convolution.name}"] = ParamSpec(role=Role.HIDDEN, axes=axes, fan_in=axes[:2])
             before = convolution.output

@@ -189,8 +189,8 @@ def network(
         nn.Linear(4 * width, classes),
     ).to(memory_format=torch.channels_last)
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
-    others = [weight for weight in model.parameters() if weight.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": others, "weight_decay": 0.0}]
+    vectors = [weight for weight in model.parameters() if weight.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=rate)
     loss_of = nn.CrossEntropyLoss(label_smoothing=0.1)
     train_x = torch.from_numpy(images.train_x.astype(np.float32) / 127.5 - 1).permute(0, 3, 1, 2)

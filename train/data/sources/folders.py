@@ -61,7 +61,7 @@ _PIXEL_WEIGHTS = {"AVIF": 3.0, "GIF": 2.0, "ICNS": 4.0, "JPEG2000": 4.0, "TIFF":
 """Times as much memory as PNG that decoding a pixel takes."""
 _PROGRESSIVE_WEIGHT = 1.25
 """A progressive JPEG has the coefficients of all its pixels in memory."""
-_KEPT_BYTES = 2**28
+_MOST_BYTES_IN_MEMORY = 2**28
 """Fitted images of a folder that are kept in memory, at most, so that epochs decode none again."""
 _LARGE_PIXELS = 2**24
 _LARGE_IMAGES = threading.RLock()
@@ -368,7 +368,7 @@ def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, no
     train_files = Files(train, vision.channels, pixels.background, config.limits)
     eval_files = Files(eval_, vision.channels, pixels.background, config.limits)
     jitter = config.transforms.jitter
-    if jitter is not None and (len(train) + len(eval_)) * size**2 * vision.channels <= _KEPT_BYTES:
+    if jitter is not None and (len(train) + len(eval_)) * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY:
         train_files = KeptFiles(train_files, fitted, size, vision.channels)
         eval_files = KeptFiles(eval_files, fitted, size, vision.channels)
         views = crops.Jitter(jitter, config.transforms.mirror), images.as_is
