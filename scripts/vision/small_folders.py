@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def emoji(folder: Path) -> Iterator[Picture]:
     list_file = next(unpack("unicode-data", folder).rglob("emoji-test.txt"))
     font = TTFont(font_file)
     bitmaps = font["CBDT"].strikeData[0]  # pyright: ignore[reportAttributeAccessIssue]
-    cmap = font.getBestCmap()
+    cmap = font.getBestCmap() or {}
     ligatures = dict(_ligatures(font))
     group = ""
     shown: set[str] = set()
@@ -73,9 +73,9 @@ def emoji(folder: Path) -> Iterator[Picture]:
         points = [int(code, 16) for code in codes.split()]
         if any(0x1F3FB <= point <= 0x1F3FF for point in points):
             continue
-        glyphs = tuple(cmap.get(point) for point in points if point != 0xFE0F)
+        glyphs = tuple(cmap.get(point, "") for point in points if point != 0xFE0F)
         glyph = glyphs[0] if len(glyphs) == 1 else ligatures.get(glyphs)
-        if glyph is None or glyph in shown or glyph not in bitmaps:
+        if not glyph or glyph in shown or glyph not in bitmaps:
             continue
         shown.add(glyph)
         name = "-".join(f"{point:x}" for point in points)
@@ -126,7 +126,7 @@ def digits(folder: Path) -> Iterator[Picture]:
     """Yield the 1,797 digits that come with scikit-learn, 8 pixels on a side."""
     from sklearn.datasets import load_digits
 
-    data = load_digits()
+    data: Any = load_digits()
     for index, (image, label) in enumerate(zip(data.images, data.target, strict=True)):
         yield Picture(str(label), f"{index:04}", _png((image * 255 / 16).round().astype(np.uint8)))
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import NamedTuple
 
-from mupax.train.config.data import DataConfig
+from mupax.train.config.data import DataConfig, TransformsConfig
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.run import CheckpointConfig, Config, LogConfig, OptimizerConfig
 from mupax.zoo import configs
@@ -26,6 +26,7 @@ _TINY_SIDE, _SMALL_SIDE, _LARGE_SIDE = 16, 40, 32
 _EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 25, 300, 2_000
 _LEAST_SIDE = 4
 _BATCH = 64
+_JITTER = 0.4
 
 
 class FolderFacts(NamedTuple):
@@ -76,10 +77,20 @@ def choose(facts: FolderFacts) -> FolderRecipe | None:
         image_size=side - side % patch_size,
         patch_size=patch_size,
         stem=stem,
-        jitter=0.4,
+        jitter=_JITTER,
         mirror=facts.channels == 3,
         steps=min(max(steps, _FEWEST_STEPS), _MOST_STEPS),
     )
+
+
+def finetuning_transforms(facts: FolderFacts) -> TransformsConfig:
+    """Return how fine-tuning shows the images of a folder: a small folder of small images by a light jitter, else by crops.
+
+    A random crop may hold a twelfth of an image, and of a drawing of 30 pixels that says little.
+    """
+    if facts.images > MOST_IMAGES or facts.side > _SMALL_SIDE:
+        return TransformsConfig()
+    return TransformsConfig(jitter=_JITTER, mirror=facts.channels == 3)
 
 
 def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name: str) -> Config:

@@ -157,8 +157,8 @@ def network(
         shift: largest shift, as a share of a side.
         turn: strength of turning and scaling; 0 only shifts.
     """
-    import torch
-    from torch import nn
+    import torch  # pyright: ignore[reportMissingImports]
+    from torch import nn  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(1)
     torch.manual_seed(seed)
@@ -233,7 +233,7 @@ def network(
 
 def _shifted(padded: Any, side: int, pad: int, rng: np.random.Generator) -> Any:
     """Return each image of a padded batch at a random place, [B, C, side, side]."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     if not pad:
         return padded
@@ -248,7 +248,7 @@ def _shifted(padded: Any, side: int, pad: int, rng: np.random.Generator) -> Any:
 
 def _turned(x: Any, strength: float, rng: np.random.Generator) -> Any:
     """Return images turned by up to 20 degrees and scaled by up to a fifth, times a strength."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
 
     angle = (2 * rng.random(len(x)) - 1) * strength * np.pi / 9
     scale = np.exp((2 * rng.random(len(x)) - 1) * strength * 0.2)

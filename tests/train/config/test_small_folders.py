@@ -13,7 +13,7 @@ from PIL import Image
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import to_json
-from mupax.train.config.small_folders import MOST_IMAGES, FolderFacts, FolderRecipe, choose
+from mupax.train.config.small_folders import MOST_IMAGES, FolderFacts, FolderRecipe, choose, finetuning_transforms
 from mupax.zoo.configs import ConfigError
 
 FACTS = FolderFacts(images=1_500, classes=9, channels=3, side=128)
@@ -51,6 +51,20 @@ def test_steps_grow_with_the_images_between_two_bounds() -> None:
 def test_grey_images_are_not_mirrored() -> None:
     assert chosen(channels=3).mirror
     assert not chosen(channels=1).mirror
+
+
+@pytest.mark.parametrize(
+    ("facts", "jitter", "mirror"),
+    [
+        (FolderFacts(1_500, 9, 1, 40), 0.4, False),
+        (FolderFacts(1_500, 9, 3, 40), 0.4, True),
+        (FolderFacts(1_500, 9, 3, 41), None, True),
+        (FolderFacts(MOST_IMAGES + 1, 9, 1, 28), None, True),
+    ],
+)
+def test_fine_tuning_jitters_small_images(facts: FolderFacts, jitter: float | None, mirror: bool) -> None:
+    transforms = finetuning_transforms(facts)
+    assert (transforms.jitter, transforms.mirror) == (jitter, mirror)
 
 
 @pytest.fixture
