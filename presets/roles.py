@@ -97,6 +97,9 @@ AXES = {
     "vocab": "tokens",
     "classes": "image classes",
     "patch": "one flattened input patch",
+    "taps": "pixels that a kernel of a convolution covers",
+    "stem": "channels that the first convolution of a stem writes",
+    "stem_next": "channels that the second of three convolutions of a stem writes",
     "pooled": "vectors of an image that its classifier reads side by side",
     "representation": "features between the residual stream and its readout",
     "position": "sequence positions",
@@ -110,7 +113,13 @@ AXES = {
 }
 """Logical axis names and what each counts. Sharding rules and base sizes use the same names."""
 
-FOLLOWS = {"memory": "embed", "representation": "embed", "encoder_layers": "layers"}
+FOLLOWS = {
+    "memory": "embed",
+    "representation": "embed",
+    "stem": "embed",
+    "stem_next": "embed",
+    "encoder_layers": "layers",
+}
 """Axes whose base is another's where a base names only that."""
 
 RUN_AXES = {"batch": "examples in a step", "tokens": "tokens, of images images, seen in all"}

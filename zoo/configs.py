@@ -49,6 +49,9 @@ _LLAMA = DecoderConfig(
     positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
 )  # fmt: skip
 _DIGITS = ViTConfig(width=64, depth=4, num_heads=4, image_size=8, patch_size=2, channels=1, num_classes=10)
+_FOLDER = ViTConfig(
+    width=128, depth=1, num_heads=4, image_size=32, patch_size=8, stem=3, num_classes=10, norm="rmsnorm", bias=False
+)
 _BARE = {"norm_gain": False, "bias": False, "mlp_ratio": 1.0, "centered": True}
 
 CONFIGS: dict[str, ModelConfig] = {
@@ -57,6 +60,9 @@ CONFIGS: dict[str, ModelConfig] = {
     "lm-tiny": _BYTE_LM,
     "vit-proxy": dataclasses.replace(_DIGITS, width=32, depth=2, num_heads=2),
     "vit-tiny": _DIGITS,
+    # Of small folders of images, with convolutions that make patches.
+    "vit-folder-proxy": dataclasses.replace(_FOLDER, width=64, num_heads=2),
+    "vit-folder": _FOLDER,
     # Vision transformers (Dosovitskiy et al. 2021; Ti and S from Touvron et al. 2021).
     "vit-ti16": _vit(192, 12, 3, 16),
     "vit-s16": _vit(384, 12, 6, 16),

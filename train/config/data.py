@@ -25,6 +25,8 @@ class ImageSizes(NamedTuple):
     """Pixels on a side, or on the shorter side of the median image; None where the data do not say."""
     scaled: bool = True
     """Whether images are scaled to the size of the model; otherwise it has to be theirs."""
+    train_images: int | None = None
+    """Images to train on; None where the data do not say."""
 
 
 SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
@@ -138,6 +140,7 @@ _LARGEST = 2**14
 """Pixels on a side."""
 _BACKGROUNDS = ("white", "black", "none")
 """Those that are known without PIL."""
+_MOST_JITTER = 4
 _EDGE = 8 / 7
 """The shorter edge of a scaled image over the side of its centre that is cut out."""
 
@@ -228,6 +231,11 @@ class TransformsConfig:
 
     crop: Literal["torchvision", "inception"] = "torchvision"
     """How images larger than the model's are cropped at random: torchvision's way, or TensorFlow's as big_vision has it."""
+    jitter: float | None = None
+    """In place of a crop: the image as evaluation has it, turned by up to 20 degrees, scaled and stretched by up to a fifth and moved by
+    up to an eighth, each times this number; a random crop unless given."""
+    mirror: bool = True
+    """Mirror images half of the time; a mirrored digit or letter is no digit or letter."""
     randaug_layers: int | None = None
     """RandAugment (Cubuk et al. 2020): operations that every image goes through, each drawn from 16; none unless given."""
     randaug_magnitude: float = 10.0
@@ -250,6 +258,14 @@ class TransformsConfig:
         if self.mix_group is not None and not (self.mixup or self.cutmix):
             raise ConfigError(
                 "data.transforms.mix_group is of images that are mixed; add --data.transforms.mixup 0.2, or leave it out"
+            )
+        if self.jitter is not None and not 0 < self.jitter <= _MOST_JITTER:
+            raise ConfigError(
+                f"data.transforms.jitter is {self.jitter}; write a number above 0, up to {_MOST_JITTER}, or none to crop at random"
+            )
+        if self.jitter is not None and self.crop != "torchvision":
+            raise ConfigError(
+                f"data.transforms.jitter is in place of a crop, and data.transforms.crop is {self.crop}; leave one of them out"
             )
         if self.randaug_magnitude > 10:
             raise ConfigError(
@@ -359,6 +375,16 @@ class DataConfig:
         if self.reset_positions and not self.document_mask:
             raise ConfigError(
                 "data.reset_positions is of documents that do not see one another; add --data.document-mask"
+            )
+        cropped = "pixels" in source(self.name).reads
+        if self.transforms.jitter is not None and not cropped:
+            raise ConfigError(
+                f"data.transforms.jitter is of images that are scaled, and {self.name} has a way of its own; leave it out"
+            )
+        if not self.transforms.mirror and not cropped:
+            raise ConfigError(
+                f"data.transforms.mirror is of images that are scaled, and {self.name} has a way of its own; leave it out, "
+                "or write --data.no-augment"
             )
         repeats = self.transforms.repeats
         if self.batch_size % repeats:

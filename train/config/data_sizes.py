@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from mupax import disk, terminal
 from mupax.buckets import path_of
-from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, image_sizes, source
+from mupax.train.config import small_folders
+from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, image_sizes, source, source_key
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ImageModel
@@ -21,6 +22,8 @@ _LARGEST = 224
 _PATCHES = 16
 """Patches along a side, at most, where the size of a patch is free: 256 of them, as in a ViT of 256 pixels and patches of 16."""
 _RECORD = "config.json"
+_OF_ONE_START = ("workdir", "resume", "resume_change", "resume_from", "resume_exact", "distributed")
+"""Fields of a recorded config that the start of a run sets anew."""
 
 
 class _Flags(NamedTuple):
@@ -70,9 +73,11 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     flags = _flags(argv)
     if not isinstance(config.model, ImageModel):
         return config
+    data_name = flags.value("data.name") or config.data.name
+    may_choose = not in_file and config.recipe in small_folders.RECIPES and source_key(data_name) == "images:PATH"
+    may_choose = may_choose and small_folders.designs(flags.names) is None
     if flags.has("resume") and (record := _recorded(config, flags)):
-        name = flags.value("data.name") or config.data.name
-        return _as_recorded(config, record, name)
+        return _as_recorded(config, record, data_name, may_choose)
     named = flags.has("model") or in_file == NAMED
     if not in_file and not named and not flags.has("data.name"):
         return config  # a recipe fits its own data
@@ -81,7 +86,6 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
         free = [field for field in free if field == "num_classes"]
     if not {"num_classes", "channels", "image_size"} & {*free}:
         return config
-    data_name = flags.value("data.name") or config.data.name
     data = dataclasses.replace(
         config.data, name=data_name, data_dir=flags.value("data.data-dir") or config.data.data_dir
     )
@@ -90,6 +94,8 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     sizes = image_sizes(data)
     if sizes is None:
         return config
+    if may_choose and (chosen := _chosen(config, data_name, sizes, flags)) is not None:
+        return chosen
     model = _with_sizes(config.model, sizes, free, flags, named)
     if model != config.model:
         terminal.note(_line(data_name, model))
@@ -138,6 +144,36 @@ def _square(model: ImageModel, sizes: ImageSizes, patch_is_free: bool, flags: _F
     return {"image_size": side - side % patch, "patch_size": patch}
 
 
+def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) -> Config | None:
+    """Return the run of the recipe for a small folder, and print what was chosen; None for a folder that is not small.
+
+    Sizes that flags set are the facts by which the rest is chosen. A value that is no size is refused by the flags' reader.
+    """
+
+    def typed(name: str, otherwise: int) -> int:
+        word = flags.value(f"model.{name}") or ""
+        return int(word) if word.isdigit() and int(word) > 0 else otherwise
+
+    if sizes.train_images is None or sizes.channels is None or sizes.side is None:
+        return None
+    side = typed("image-size", sizes.side)
+    facts = small_folders.FolderFacts(sizes.train_images, sizes.num_classes, typed("channels", sizes.channels), side)
+    recipe = small_folders.choose(facts)
+    if recipe is None:
+        return None
+    patch_size = typed("patch-size", recipe.patch_size)
+    image_size = side if flags.has("model.image-size") else max(patch_size, recipe.image_size)
+    if not flags.has("model.image-size"):
+        image_size -= image_size % patch_size
+    elif not flags.has("model.patch-size") and image_size % patch_size:
+        patch_size = next(size for size in (4, 2, 1) if image_size % size == 0)
+    recipe = recipe._replace(image_size=image_size, patch_size=patch_size)
+    if image_size % patch_size:  # both typed, and refused as such
+        return None
+    terminal.note(small_folders.line(facts, recipe))
+    return small_folders.recipe_config(recipe, facts, config.recipe, data_name)
+
+
 def _line(name: str, model: ImageModel) -> str:
     channels = {1: "1 channel (grey)", 3: "3 channels (colour)"}.get(model.channels, f"{model.channels} channels")
     size = model.image_size
@@ -158,11 +194,22 @@ def _recorded(config: Config, flags: _Flags) -> dict[str, Any]:
     return recorded if isinstance(recorded, dict) else {}
 
 
-def _as_recorded(config: Config, recorded: Mapping[str, Any], data_name: str) -> Config:
-    """Return the config with the sizes of a recorded run, and with its pixels where an older version recorded them."""
+def _as_recorded(config: Config, recorded: Mapping[str, Any], data_name: str, was_chosen: bool) -> Config:
+    """Return the config with the sizes of a recorded run, and with its pixels where an older version recorded them.
+
+    Args:
+        config: of the recipe.
+        recorded: config of the run, as JSON.
+        data_name: of the run.
+        was_chosen: whether the recipe may have been chosen for the folder; a run that was goes on as recorded.
+    """
     from mupax.train.config.record import pixels_from_json
 
     before = recorded.get("model")
+    if was_chosen and isinstance(before, Mapping) and before.get("stem") is not None:
+        from mupax.train.config.record import from_json
+
+        return from_json({name: value for name, value in recorded.items() if name not in _OF_ONE_START})
     if isinstance(before, Mapping):
         sizes = {field: before[field] for field in SIZES_OF_IMAGES if type(before.get(field)) is int}
         try:

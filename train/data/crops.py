@@ -15,6 +15,11 @@ _CROP_RATIO = (3 / 4, 4 / 3)
 _INCEPTION_AREA = (0.05, 1.0)
 _INCEPTION_RATIO = (0.75, 1.33)
 _EVAL_CROP = 224 / 256
+_MAX_ANGLE = math.radians(20)
+_MAX_LOG_SCALE = 0.2
+_MAX_LOG_STRETCH = 0.15
+_MAX_SHIFT = 0.125
+"""Share of a side."""
 _LONGEST = 32
 """Times the model's size that an image is scaled to as a whole; of a longer one only the middle is."""
 
@@ -64,7 +69,89 @@ def _area_and_ratio(a: float, r: float) -> tuple[float, float]:
     return share, ratio
 
 
+class Jitter:
+    """View of images of one square size, turned, scaled, stretched, moved and perhaps mirrored; the border goes on outside.
+
+    Args:
+        strength: times the largest angle, scale, stretch and shift.
+        mirror: whether half of the images are mirrored.
+    """
+
+    def __init__(self, strength: float, mirror: bool) -> None:
+        self._strength = strength
+        self._mirror = mirror
+
+    def __call__(self, images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
+        """Return the images, float32 [B, size, size, C]; the arguments are those of a `View`.
+
+        Numbers 0 and 1 are down and right, 2 the mirror, 3 the angle and 4 the scale. The stretch takes digits of the angle's
+        number that the angle does not show.
+        """
+        x_BHWC = np.stack(images)
+        side = x_BHWC.shape[1]
+        down, right, _, turn, log_scale = (2 * uniforms.T - 1) * self._strength
+        stretch = (2 * np.modf(uniforms[:, 3] * 2**20)[0] - 1) * self._strength
+        flip = np.where((uniforms[:, 2] < 0.5) & self._mirror, -1.0, 1.0)
+        angle = _MAX_ANGLE * turn
+        tall = np.exp(_MAX_LOG_SCALE * log_scale + _MAX_LOG_STRETCH * stretch)
+        wide = np.exp(_MAX_LOG_SCALE * log_scale - _MAX_LOG_STRETCH * stretch)
+        centre = (side - 1) / 2
+        y_N = (np.arange(side) - centre).astype(np.float32)
+
+        def along(number: np.ndarray) -> np.ndarray:
+            return number.astype(np.float32)[:, None, None]
+
+        y_BHW = along(tall * np.cos(angle)) * y_N[:, None] - along(wide * np.sin(angle)) * y_N
+        x_BHW = along(flip * tall * np.sin(angle)) * y_N[:, None] + along(flip * wide * np.cos(angle)) * y_N
+        shift = _MAX_SHIFT * side
+        return _at_points(x_BHWC, y_BHW + along(centre + shift * down), x_BHW + along(centre + shift * right))
+
+
+def _at_points(images: np.ndarray, y_BHW: np.ndarray, x_BHW: np.ndarray) -> np.ndarray:
+    """Return square images between their pixels, float32 [B, H, W, C]; outside is the nearest pixel of the border."""
+    last = images.shape[1] - 1
+    y_BHW = np.clip(y_BHW, 0, last)
+    x_BHW = np.clip(x_BHW, 0, last)
+    top = np.minimum(y_BHW.astype(np.int32), max(0, last - 1))
+    left = np.minimum(x_BHW.astype(np.int32), max(0, last - 1))
+    bottom = np.minimum(top + 1, last)
+    right = np.minimum(left + 1, last)
+    down = (y_BHW - top)[..., None].astype(np.float32)
+    along = (x_BHW - left)[..., None].astype(np.float32)
+    row = np.arange(len(images))[:, None, None]
+    upper = images[row, top, left] * (1 - along) + images[row, top, right] * along
+    lower = images[row, bottom, left] * (1 - along) + images[row, bottom, right] * along
+    return upper * (1 - down) + lower * down
+
+
+def _unmirrored(view: View) -> View:
+    """Return a random crop that never mirrors."""
+
+    def unmirrored(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.ndarray:
+        uniforms = uniforms.copy()
+        uniforms[:, 2] = 1.0
+        return view(images, uniforms)
+
+    return unmirrored
+
+
 def training(config: DataConfig, size: int) -> View:
+    """What data.transforms shows of training images of any size.
+
+    Args:
+        config: has it, and how images are scaled.
+        size: pixels on a side of what comes out.
+    """
+    transforms = config.transforms
+    if transforms.jitter is None:
+        crop = _random_crop(config, size)
+        return crop if transforms.mirror else _unmirrored(crop)
+    fit = fitted(config.pixels, size)
+    jitter = Jitter(transforms.jitter, transforms.mirror)
+    return lambda images, uniforms: jitter([*fit(images, uniforms)], uniforms)
+
+
+def _random_crop(config: DataConfig, size: int) -> View:
     """The random crop that data.transforms asks for.
 
     Args:

@@ -186,6 +186,8 @@ def _image_reasons(model: ViTConfig, family: Family) -> dict[str, bool]:
     ratio = model.mlp_dim / model.width
     return {
         "model.sincos has positions that are not learned, and its are; `equivalent` writes them as learned ones": model.sincos,
+        "model.stem makes patches by convolutions, and it by one matrix; train with --model.stem none to export": model.stem
+        is not None,
         "model.pre_logits is a layer before the readout, which it does not have; train with --model.no-pre-logits to export": model.pre_logits,
         "model.layer_scale multiplies what branches write, which it does not": model.layer_scale is not None
         and family not in DINO,

@@ -20,6 +20,16 @@ from mupax.zoo.vit.config import ViTConfig
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.routing import Routing
+    from mupax.zoo.vit.stem import Stem
+
+
+def _stem(config: ViTConfig, init: Init) -> Stem | None:
+    """Return the convolutions that make patches; None where one matrix does."""
+    if config.stem is None:
+        return None
+    from mupax.zoo.vit.stem import Stem  # few models have one
+
+    return Stem(config, init.scope("stem"))
 
 
 class ViT(nnx.Module):
@@ -31,7 +41,8 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         init = Init(config, rngs)
-        self.patch, self.patch_bias = init.param("patch"), init.maybe("patch_bias")
+        self.patch, self.patch_bias = init.maybe("patch"), init.maybe("patch_bias")
+        self.stem = _stem(config, init)
         self.cls, self.position = init.maybe("cls"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
@@ -39,13 +50,8 @@ class ViT(nnx.Module):
         self.readout, self.readout_bias = init.param("readout"), init.maybe("readout_bias")
 
     def embed(self, images_BHWC: jax.Array) -> jax.Array:
-        batch, size, _, channels = images_BHWC.shape
-        grid, patch = size // self.config.patch_size, self.config.patch_size
-        x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
-        x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
-        h_BTD = project(x_BPI, self.patch[...])
-        if self.patch_bias is not None:
-            h_BTD = h_BTD + self.patch_bias[...].astype(h_BTD.dtype)
+        batch = len(images_BHWC)
+        h_BTD = self._patches(images_BHWC)
         if self.config.registers is not None:
             h_BTD = jnp.pad(h_BTD, ((0, 0), (self.config.registers, 0), (0, 0)))
         if self.cls is not None:
@@ -58,6 +64,18 @@ class ViT(nnx.Module):
         else:
             position_TD = self.position[...]
         return partition.constrain(h_BTD + position_TD.astype(h_BTD.dtype), "batch", "sequence", None)
+
+    def _patches(self, images_BHWC: jax.Array) -> jax.Array:
+        """Return what the stream has of every patch, [B, P, D]."""
+        batch, size, _, channels = images_BHWC.shape
+        if self.stem is not None:
+            return self.stem(images_BHWC).reshape(batch, -1, self.config.width)
+        assert self.patch is not None
+        grid, patch = size // self.config.patch_size, self.config.patch_size
+        x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
+        x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
+        h_BPD = project(x_BPI, self.patch[...])
+        return biased(h_BPD, self.patch_bias)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
         return self.reading(images_BHWC).logits()

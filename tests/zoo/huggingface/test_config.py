@@ -210,6 +210,7 @@ def test_what_our_models_cannot_be_is_refused(fields: dict[str, Any], message: s
         (T5, {"bias": True, "norm": "layernorm"}, "it has rmsnorm.*--model.no-bias"),
         (T5, {"embedding_norm": True}, "--model.no-embedding-norm"),
         (VIT, {"layer_scale": 0.1}, "model.layer_scale multiplies"),
+        (VIT, {"stem": 2}, "model.stem makes patches by convolutions"),
         (VIT, {"registers": 2}, "model.registers is 2"),
         (VIT, {"pool": "mean", "registers": 2}, "model.registers are tokens"),
         (VIT, {"pool": "cls-mean"}, "model.mlp_ratio is 1.83"),

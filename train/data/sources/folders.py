@@ -61,6 +61,8 @@ _PIXEL_WEIGHTS = {"AVIF": 3.0, "GIF": 2.0, "ICNS": 4.0, "JPEG2000": 4.0, "TIFF":
 """Times as much memory as PNG that decoding a pixel takes."""
 _PROGRESSIVE_WEIGHT = 1.25
 """A progressive JPEG has the coefficients of all its pixels in memory."""
+_MOST_BYTES_IN_MEMORY = 2**28
+"""Fitted images of a folder that are kept in memory, at most, so that epochs decode none again."""
 _LARGE_PIXELS = 2**24
 _LARGE_IMAGES = threading.RLock()
 _BAND_PIXELS = 2**22
@@ -149,6 +151,33 @@ class Files:
         """
         _, path, label = self.files[i]
         return decoded(path, self._channels, str(path), self._background, side, self._limits), label
+
+
+class KeptFiles:
+    """Image files with labels, as evaluation fits them, each decoded once and then kept in memory.
+
+    Args:
+        files: image files of any size.
+        view: fits an image; draws no numbers.
+        size: pixels on a side of a fitted image.
+        channels: of an image.
+    """
+
+    def __init__(self, files: Files, view: images.View, size: int, channels: int) -> None:
+        self._files = files
+        self._view = view
+        self._pixels = np.zeros((len(files), size, size, channels), np.uint8)
+        self._is_there = np.zeros(len(files), bool)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+        if not self._is_there[i]:  # two threads may decode the same image, to the same pixels
+            image, _ = self._files[i]
+            self._pixels[i] = self._view([image], np.zeros((1, images.NUMBERS)))[0]
+            self._is_there[i] = True
+        return self._pixels[i], self._files.files[i][2]
 
 
 @contextlib.contextmanager
@@ -333,11 +362,21 @@ def opened(folder: Folder, config: DataConfig, model: ModelConfig, seed: int, no
         facts["broken_images"] = len(broken)
     if scan.copies:
         facts["copied_images"] = scan.copies
+    size = vision.image_size
+    fitted = crops.fitted(pixels, size)
+    views = crops.training(config, size), fitted
+    train_files = Files(train, vision.channels, pixels.background, config.limits)
+    eval_files = Files(eval_, vision.channels, pixels.background, config.limits)
+    jitter = config.transforms.jitter
+    if jitter is not None and (len(train) + len(eval_)) * size**2 * vision.channels <= _MOST_BYTES_IN_MEMORY:
+        train_files = KeptFiles(train_files, fitted, size, vision.channels)
+        eval_files = KeptFiles(eval_files, fitted, size, vision.channels)
+        views = crops.Jitter(jitter, config.transforms.mirror), images.as_is
     return images.ImageData(
         config,
-        Files(train, vision.channels, pixels.background, config.limits),
-        Files(eval_, vision.channels, pixels.background, config.limits),
-        views=(crops.training(config, vision.image_size), crops.fitted(pixels, vision.image_size)),
+        train_files,
+        eval_files,
+        views=views,
         seed=seed,
         threads=decoding_threads(),
         class_names=classes,
@@ -758,10 +797,12 @@ def sizes(config: DataConfig) -> ImageSizes | None:
         sampled = pool.map(lambda place: _header(files[place], config.limits), places)
     headers = [header for header in sampled if header is not None]
     if not headers:  # all broken, which the run says
-        return ImageSizes(len(folder.classes), 3, None)
+        return ImageSizes(len(folder.classes), 3, None, train_images=len(folder.train))
     colour = any(header.colour for header in headers)
     shorter = sorted(header.shorter for header in headers)
-    return ImageSizes(len(folder.classes), 3 if colour else 1, shorter[len(shorter) // 2])
+    channels = 3 if colour else 1
+    side = shorter[len(shorter) // 2]
+    return ImageSizes(len(folder.classes), channels, side, train_images=len(folder.train))
 
 
 class _Header(NamedTuple):

@@ -17,7 +17,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.paths import path_of
 from mupax.presets.roles import RUN_AXES, Role
-from mupax.train.config import cli
+from mupax.train.config import cli, small_folders
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
 from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
@@ -156,9 +156,15 @@ def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> t
     if free.resolved(model.image_size) == pixels:  # so that another image size has its own default
         pixels = free
     data = DataConfig(name=f"images:{folder}", batch_size=_IMAGE_BATCH, pixels=pixels)
+    sizes = folders.sizes(data)
+    side = sizes.side if sizes is not None else None
+    if side is not None:
+        facts = small_folders.FolderFacts(len(content.train), len(classes), model.channels, side)
+        data = dataclasses.replace(data, transforms=small_folders.finetuning_transforms(facts))
     resized: Any = dataclasses.replace(model, num_classes=len(classes))
     readout = f"new, {differ}" if differ else "the source's"
-    what = f"{len(content.train)} images of {len(classes)} classes, readout {readout}"
+    shown = "" if data.transforms.jitter is None else f", jitter {data.transforms.jitter:g} in place of crops"
+    what = f"{len(content.train)} images of {len(classes)} classes, readout {readout}{shown}"
     return _config(folder, source, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 

@@ -17,7 +17,7 @@ from PIL import ExifTags, Image
 
 from mupax.train import data
 from mupax.train.config import cli
-from mupax.train.config.data import DataConfig, PixelsConfig
+from mupax.train.config.data import DataConfig, PixelsConfig, TransformsConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import to_json
 from mupax.train.config.record import words as flags_of
@@ -489,11 +489,80 @@ def test_large_jpegs_are_decoded_at_the_size_that_a_crop_needs(tmp_path: Path) -
     )
 
 
+# A jitter in place of a crop
+
+
+def test_a_jitter_moves_turns_and_mirrors() -> None:
+    image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
+    still = np.full((1, images.NUMBERS), 0.5)
+    still[0, 3] += 2.0**-21  # half of what the angle does not show: no stretch
+    plain = crops.Jitter(1.0, mirror=False)([image], still)[0]
+    np.testing.assert_allclose(plain, image, atol=0.05)
+    mirror = still.copy()
+    mirror[0, 2] = 0.1
+    np.testing.assert_allclose(crops.Jitter(1.0, mirror=True)([image], mirror)[0], image[:, ::-1], atol=0.05)
+    np.testing.assert_allclose(crops.Jitter(1.0, mirror=False)([image], mirror)[0], image, atol=0.05)
+    down = still.copy()
+    down[0, 0] = 1.0
+    moved = crops.Jitter(1.0, mirror=False)([image], down)[0]
+    np.testing.assert_allclose(moved[:14], image[2:], atol=0.1)  # an eighth of 16
+    np.testing.assert_allclose(moved[14:], np.stack([image[-1]] * 2), atol=0.1)  # the border goes on
+    turned = still.copy()
+    turned[0, 3] = 1.0
+    assert np.abs(crops.Jitter(1.0, mirror=False)([image], turned)[0] - image).mean() > 10
+
+
+def test_jittered_images_are_decoded_once_and_are_those_of_a_folder_too_large_to_keep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pictures(tmp_path / "p", 6)
+    transforms = TransformsConfig(jitter=0.7)
+    load(path, transforms=transforms)  # decodes all images to find broken ones, and remembers it
+    decoded: list[str] = []
+    before = folders.decoded
+
+    def counted(file: Path, *args: Any) -> np.ndarray:
+        decoded.append(str(file))
+        return before(file, *args)
+
+    monkeypatch.setattr(folders, "decoded", counted)
+    in_memory = load(path, transforms=transforms)
+    batches = [in_memory.train_batch(k)["inputs"] for k in range(6)]
+    assert not np.array_equal(batches[0], batches[3])
+    assert len(decoded) == len(set(decoded)) == in_memory.train_size
+    monkeypatch.setattr(folders, "_MOST_BYTES_IN_MEMORY", 0)
+    from_disk = load(path, transforms=transforms)
+    np.testing.assert_allclose(from_disk.train_batch(2)["inputs"], batches[2], atol=1e-5)
+    evaluated = load(path).eval_batch(0)["inputs"]
+    np.testing.assert_array_equal(in_memory.eval_batch(0)["inputs"], evaluated)
+
+
+def test_no_crop_is_mirrored_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Images dark on their left half: a mirrored one is dark on its right."""
+    pixels = np.zeros((32, 32, 3), np.uint8)
+    pixels[:, 16:] = 200
+    for label in "ab":
+        (tmp_path / label).mkdir()
+        for i in range(9):
+            Image.fromarray(pixels + np.uint8(i % 2)).save(tmp_path / label / f"{i}.png")
+    two = dataclasses.replace(MODEL, num_classes=2)
+
+    def mirrored(transforms: TransformsConfig) -> int:
+        source = load(tmp_path, two, transforms=transforms)
+        inputs = np.concatenate([source.train_batch(k)["inputs"] for k in range(4)])
+        return int((inputs[:, :, 0].mean((1, 2)) > inputs[:, :, -1].mean((1, 2))).sum())
+
+    for transforms in (TransformsConfig(), TransformsConfig(jitter=0.2)):
+        assert mirrored(transforms) > 4
+        assert mirrored(dataclasses.replace(transforms, mirror=False)) == 0
+
+
 # Sizes of the model
 
 
 def parsed(*words: str) -> Any:
-    return cli.parse("vit-digits", RECIPES["vit-digits"], words).config.model
+    """Return the model of a run that the user designs, for which no recipe is chosen."""
+    return cli.parse("vit-digits", RECIPES["vit-digits"], ["--model.depth", "3", *words]).config.model
 
 
 def sizes_of(model: Any) -> tuple[int, int, int, int]:
