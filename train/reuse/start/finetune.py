@@ -99,7 +99,9 @@ def command(argv: Sequence[str]) -> cli.Command:
     times = "" if args.lora.rank is None else f"that of adapters, {ADAPTERS_TIMES:g} times "
     rate = f"{times}{rate_rule(origin)[1]}" if peak == start.optimizer.peak_lr else "as asked"
     what = what if args.lora.rank is None else f"adapters of rank {args.lora.rank}; {what}"
-    terminal.note(f"finetune: {what}; rate {peak:.3g}, {rate}; {run.config.steps} steps")
+    jitter = run.config.data.transforms.jitter
+    shown = "" if jitter is None else f"; jitter {jitter:g} in place of crops"
+    terminal.note(f"finetune: {what}; rate {peak:.3g}, {rate}; {run.config.steps} steps{shown}")
     return run
 
 
@@ -163,8 +165,7 @@ def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> t
         data = dataclasses.replace(data, transforms=small_folders.finetuning_transforms(facts))
     resized: Any = dataclasses.replace(model, num_classes=len(classes))
     readout = f"new, {differ}" if differ else "the source's"
-    shown = "" if data.transforms.jitter is None else f", jitter {data.transforms.jitter:g} in place of crops"
-    what = f"{len(content.train)} images of {len(classes)} classes, readout {readout}{shown}"
+    what = f"{len(content.train)} images of {len(classes)} classes, readout {readout}"
     return _config(folder, source, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 
