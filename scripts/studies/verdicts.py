@@ -320,6 +320,7 @@ def document() -> str:
     return TEXT.format(
         trials=found[0]["trials"],
         cells=len(found),
+        committed=record["committed"],
         verdicts=table(lines),
         coverage=table(coverage),
         correlation=f"{mean:+.2f}",
@@ -338,20 +339,22 @@ def _coverage(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 TEXT = """## How far to trust a verdict
 
-{trials} simulated studies for each drift and for each of {cells} cells: a cell is the noise, the curvature and the number of sizes of one
-committed study, its noise the standard deviation of the drift from one seed, in octaves per doubling. Every simulated study is
-measured and judged by the command's own code: 3 seeds, then more until it is decided, at most 8
+{trials} simulated studies for each drift and for each of {cells} cells, of {committed} in all: a cell is the noise, the curvature and the
+number of sizes of one committed study, its noise the standard deviation of the drift from one seed, in octaves per doubling. Every
+simulated study is measured and judged by the command's own code: 3 seeds, then more until it is decided, at most 8
 (`python -m scripts.studies.verdicts`). Before the last seed a study ends only if an interval of 98 % decides too, because each look is one
-more chance to be wrong. The columns give the true drift and how often it got that verdict; the cell of median noise is
-in bold.
+more chance to be wrong. The columns give the true drift and how often it got that verdict; the middle one of these
+cells is in bold.
 
 {verdicts}
+
 A drift of 0.22 lies between the two bounds, where either verdict can fall. Cells whose noise is above about 0.2 need more than 8 seeds.
 
 How often a 95 % interval holds the true drift, with a drift between -0.5 and 0.5 and a fixed number of seeds; and when seeds are
 added until the verdict is decided. The last column is that of the price of not retuning at the largest size.
 
 {coverage}
+
 The intervals take a seed's effects at two sizes as independent. In the committed studies their correlation is {correlation} on
 average, and the variance of a drift between seeds {ratio} times what independence says.
 """
@@ -382,14 +385,18 @@ def _records(trials: int, processes: int, count: int | None) -> Iterator[dict[st
     kept = disk.read_json(OUT)["cells"] if OUT.exists() else []
     names = [cell.name for cell in every]
     done = {cell["name"]: cell for cell in kept if cell["trials"] == trials and cell["name"] in names}
-    yield {"correlation": [round(mean, 4), round(ratio, 4)], "cells": list(done.values())}
+    yield {"committed": len(every), "correlation": [round(mean, 4), round(ratio, 4)], "cells": list(done.values())}
     missing = [cell for cell in spread(every)[:count] if cell.name not in done]
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         futures = [pool.submit(simulated, cell, trials) for cell in missing]
         for future in concurrent.futures.as_completed(futures):
             cell = future.result()
             done[cell["name"]] = cell
-            yield {"correlation": [round(mean, 4), round(ratio, 4)], "cells": list(done.values())}
+            yield {
+                "committed": len(every),
+                "correlation": [round(mean, 4), round(ratio, 4)],
+                "cells": list(done.values()),
+            }
 
 
 def spread(every: Sequence[Cell]) -> list[Cell]:
