@@ -24,14 +24,16 @@ def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: b
     lines: list[str] = []
     for measured, analysis in studies:
         name = f"With {measured.study.label}: " if len(studies) > 1 else ""
-        found = [_best_rate(measured, analysis, index, loss, grown=grown) for index in range(len(analysis.sizes))]
+        lines_of_sizes = [
+            _best_rate(measured, analysis, index, loss, grown=grown) for index in range(len(analysis.sizes))
+        ]
         if not grown:
-            lines.append(f"{name}{found[0]}")
+            lines.append(f"{name}{lines_of_sizes[0]}")
             continue
         from mupax.train.studies.transfer.conclusion import conclusion
 
         lines.append(f"{name}{conclusion(measured, analysis)}")
-        lines += [f"  {line}" for line in found]
+        lines += [f"  {line}" for line in lines_of_sizes]
     return lines
 
 
