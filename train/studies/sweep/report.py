@@ -45,5 +45,5 @@ def _best_rate(measured: Measured, analysis: Analysis, index: int, loss: str, *,
         return f"No best learning rate{where} by {loss} loss: {fitted.why}."
     half = analysis.optima[index].half_width
     rate = f"{power(2.0**fitted.optimum)} = {2.0**fitted.optimum:.3g}"
-    known = f"known to ± {half:.2f} octaves" if math.isfinite(half) else "one seed, so no interval"
-    return f"Best learning rate{where}: {rate} ({known}), {loss} loss there {fitted.loss:.4f}."
+    accuracy = f"known to ± {half:.2f} octaves" if math.isfinite(half) else "one seed, so no interval"
+    return f"Best learning rate{where}: {rate} ({accuracy}), {loss} loss there {fitted.loss:.4f}."
