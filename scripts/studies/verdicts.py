@@ -87,7 +87,7 @@ class Cell:
 
 def cells() -> list[Cell]:
     """Return the cells of all committed studies, the least noisy first; of studies with the same points one."""
-    found: dict[str, Cell] = {}
+    selected: dict[str, Cell] = {}
     paths = sorted(path for folder in FOLDERS for path in (ROOT / "docs" / folder).glob("*/transfer.json"))
     for path in paths:
         for study in json.loads(path.read_text())["studies"]:
@@ -96,10 +96,10 @@ def cells() -> list[Cell]:
             curves = [curve_of(size) for size in study["sizes"]]
             analysis = analyse([size["size"] for size in study["sizes"]], curves)
             fitted = sum(not fit.trouble for fit in analysis.fits)
-            if digest not in found and fitted > 1 and analysis.seeds > 1:
-                found[digest] = _cell(f"{path.parent.name}, {study['preset']}", analysis, curves)
+            if digest not in selected and fitted > 1 and analysis.seeds > 1:
+                selected[digest] = _cell(f"{path.parent.name}, {study['preset']}", analysis, curves)
     # Presets that give the same numbers, trained under two names, are one cell.
-    alike = {tuple(round(value, 3) for value in cell.scatter): cell for cell in reversed(found.values())}
+    alike = {tuple(round(value, 3) for value in cell.scatter): cell for cell in reversed(selected.values())}
     return sorted(alike.values(), key=lambda cell: cell.noise)
 
 
@@ -269,12 +269,12 @@ def simulated(cell: Cell, trials: int) -> dict[str, Any]:
 # What it comes to
 
 
-def correlation(found: Sequence[Cell]) -> tuple[float, float]:
+def correlation(selected: Sequence[Cell]) -> tuple[float, float]:
     """Return the mean correlation of a seed's optima at two sizes, and the drift's variance over that of independent sizes."""
     products = []
     ratios = []
     weights = []
-    for cell in found:
+    for cell in selected:
         covariance = np.array(cell.scattered)
         deviations = np.sqrt(np.diag(covariance))
         if (deviations == 0).any():
@@ -289,11 +289,11 @@ def correlation(found: Sequence[Cell]) -> tuple[float, float]:
 def document() -> str:
     """Return the section of docs/transfer.md on how far a verdict can be trusted."""
     record = disk.read_json(OUT)
-    found = sorted(record["cells"], key=lambda cell: cell["noise"])
-    median = found[len(found) // 2]
+    selected = sorted(record["cells"], key=lambda cell: cell["noise"])
+    median = selected[len(selected) // 2]
     lines = [["cell", "noise", "0: transfers", "0.22: transfers", "0.22: drifts", "0.30: transfers", "0.5: drifts"]]
     lines[0].append("seeds at 0")
-    for cell in found:
+    for cell in selected:
         by_drift = cell["verdicts"]
         name = cell["name"] if len(cell["name"]) < 40 else f"{cell['name'][:36]} ..."
         lines.append(
@@ -312,14 +312,15 @@ def document() -> str:
         )  # fmt: skip
     coverage = [["seeds", "all cells", "least", "most", "price, all cells"]]
     for seeds in SEEDS:
-        coverage.append([str(seeds), *_coverage([cell["coverage"][f"{seeds}"] for cell in found])])
+        coverage.append([str(seeds), *_coverage([cell["coverage"][f"{seeds}"] for cell in selected])])
     for drift in DRIFTS:
-        row = _coverage([cell["verdicts"][f"{drift:g}"] for cell in found])
+        row = _coverage([cell["verdicts"][f"{drift:g}"] for cell in selected])
         coverage.append([f"added until decided, drift {drift:g}", *row])
     mean, ratio = record["correlation"]
     return TEXT.format(
-        trials=found[0]["trials"],
-        cells=len(found),
+        trials=selected[0]["trials"],
+        cells=len(selected),
+        committed=record["committed"],
         verdicts=table(lines),
         coverage=table(coverage),
         correlation=f"{mean:+.2f}",
@@ -338,20 +339,22 @@ def _coverage(rows: Sequence[Mapping[str, float]]) -> list[str]:
 
 TEXT = """## How far to trust a verdict
 
-{trials} simulated studies for each drift and for each of {cells} cells: a cell is the noise, the curvature and the number of sizes of one
-committed study, its noise the standard deviation of the drift from one seed, in octaves per doubling. Every simulated study is
-measured and judged by the command's own code: 3 seeds, then more until it is decided, at most 8
+{trials} simulated studies for each drift and for each of {cells} cells, of {committed} in all: a cell is the noise, the curvature and the
+number of sizes of one committed study, its noise the standard deviation of the drift from one seed, in octaves per doubling. Every
+simulated study is measured and judged by the command's own code: 3 seeds, then more until it is decided, at most 8
 (`python -m scripts.studies.verdicts`). Before the last seed a study ends only if an interval of 98 % decides too, because each look is one
-more chance to be wrong. The columns give the true drift and how often it got that verdict; the cell of median noise is
-in bold.
+more chance to be wrong. The columns give the true drift and how often it got that verdict; the middle one of these
+cells is in bold.
 
 {verdicts}
+
 A drift of 0.22 lies between the two bounds, where either verdict can fall. Cells whose noise is above about 0.2 need more than 8 seeds.
 
 How often a 95 % interval holds the true drift, with a drift between -0.5 and 0.5 and a fixed number of seeds; and when seeds are
 added until the verdict is decided. The last column is that of the price of not retuning at the largest size.
 
 {coverage}
+
 The intervals take a seed's effects at two sizes as independent. In the committed studies their correlation is {correlation} on
 average, and the variance of a drift between seeds {ratio} times what independence says.
 """
@@ -379,17 +382,21 @@ def _records(trials: int, processes: int, count: int | None) -> Iterator[dict[st
     """Yield the whole record, once as it is and again after each cell that was missing."""
     every = cells()
     mean, ratio = correlation(every)
-    kept = disk.read_json(OUT)["cells"] if OUT.exists() else []
+    stored = disk.read_json(OUT)["cells"] if OUT.exists() else []
     names = [cell.name for cell in every]
-    done = {cell["name"]: cell for cell in kept if cell["trials"] == trials and cell["name"] in names}
-    yield {"correlation": [round(mean, 4), round(ratio, 4)], "cells": list(done.values())}
+    done = {cell["name"]: cell for cell in stored if cell["trials"] == trials and cell["name"] in names}
+    yield {"committed": len(every), "correlation": [round(mean, 4), round(ratio, 4)], "cells": list(done.values())}
     missing = [cell for cell in spread(every)[:count] if cell.name not in done]
     with concurrent.futures.ProcessPoolExecutor(processes) as pool:
         futures = [pool.submit(simulated, cell, trials) for cell in missing]
         for future in concurrent.futures.as_completed(futures):
             cell = future.result()
             done[cell["name"]] = cell
-            yield {"correlation": [round(mean, 4), round(ratio, 4)], "cells": list(done.values())}
+            yield {
+                "committed": len(every),
+                "correlation": [round(mean, 4), round(ratio, 4)],
+                "cells": list(done.values()),
+            }
 
 
 def spread(every: Sequence[Cell]) -> list[Cell]:

@@ -12,7 +12,7 @@ CELLS = sorted(disk.read_json(verdicts.OUT)["cells"], key=lambda cell: cell["noi
 MEDIAN = CELLS[len(CELLS) // 2]
 
 
-def test_the_cell_of_median_noise_is_decided() -> None:
+def test_the_middle_cell_is_decided() -> None:
     assert MEDIAN["trials"] >= 400
     assert MEDIAN["verdicts"]["0"]["transfers"] >= 0.9
     assert MEDIAN["verdicts"]["0.5"]["drifts"] >= 0.9

@@ -24,14 +24,16 @@ def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: b
     lines: list[str] = []
     for measured, analysis in studies:
         name = f"With {measured.study.label}: " if len(studies) > 1 else ""
-        found = [_best_rate(measured, analysis, index, loss, grown=grown) for index in range(len(analysis.sizes))]
+        lines_of_sizes = [
+            _best_rate(measured, analysis, index, loss, grown=grown) for index in range(len(analysis.sizes))
+        ]
         if not grown:
-            lines.append(f"{name}{found[0]}")
+            lines.append(f"{name}{lines_of_sizes[0]}")
             continue
         from mupax.train.studies.transfer.conclusion import conclusion
 
         lines.append(f"{name}{conclusion(measured, analysis)}")
-        lines += [f"  {line}" for line in found]
+        lines += [f"  {line}" for line in lines_of_sizes]
     return lines
 
 
@@ -43,5 +45,5 @@ def _best_rate(measured: Measured, analysis: Analysis, index: int, loss: str, *,
         return f"No best learning rate{where} by {loss} loss: {fitted.why}."
     half = analysis.optima[index].half_width
     rate = f"{power(2.0**fitted.optimum)} = {2.0**fitted.optimum:.3g}"
-    known = f"known to ± {half:.2f} octaves" if math.isfinite(half) else "one seed, so no interval"
-    return f"Best learning rate{where}: {rate} ({known}), {loss} loss there {fitted.loss:.4f}."
+    accuracy = f"known to ± {half:.2f} octaves" if math.isfinite(half) else "one seed, so no interval"
+    return f"Best learning rate{where}: {rate} ({accuracy}), {loss} loss there {fitted.loss:.4f}."

@@ -34,15 +34,15 @@ def conclusions(studies: Studies, control: str | None) -> list[str]:
         studies: all of them.
         control: label of the preset that should drift; None without one.
     """
-    asked = main_studies(studies, control)
+    subjects = main_studies(studies, control)
     lines = []
-    for measured, analysis in asked:
+    for measured, analysis in subjects:
         axis = measured.study.axis
         rivals = [a for m, a in studies if m.study.label == control != measured.study.label and m.study.axis == axis]
         text = conclusion(measured, analysis)
         if rivals:
             text += f" {control_words(control or '', rivals[0])}"
-        if len({m.study.label for m, _ in asked}) > 1:
+        if len({m.study.label for m, _ in subjects}) > 1:
             text = f"With {measured.study.label}, {text[0].lower()}{text[1:]}"
         lines.append(text)
     return lines
@@ -125,9 +125,9 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
     """
     steps: list[Step] = []
     limits: list[tuple[int, int]] = []
-    asked = main_studies(studies, control)
-    first = asked[0][0].study.label
-    for measured, analysis in asked:
+    subjects = main_studies(studies, control)
+    first = subjects[0][0].study.label
+    for measured, analysis in subjects:
         if analysis.verdict == "undecided":
             limits += _limits(measured, analysis)
         elif measured.study.label == first:

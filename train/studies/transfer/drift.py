@@ -120,7 +120,7 @@ class Analysis:
         """Whether the verdict is decided, and by an interval of 98 % too, so that no more seeds are needed."""
         if self.verdict == "undecided":
             return False
-        fitted = [index for index, found in enumerate(self.fits) if not found.trouble]
+        fitted = [index for index, fitted_curve in enumerate(self.fits) if not fitted_curve.trouble]
         deviations = np.array([self.scatters[index].optimum for index in fitted])
         half = _half_width(_slope_weights(self.sizes, fitted) * deviations, self.seeds, EARLY)
         return judge(self.drift.value, self.drift.value - half, self.drift.value + half) == self.verdict
@@ -132,7 +132,7 @@ class Analysis:
         """
         if self.fits[0].trouble or self.fits[-1].trouble or self.seeds < 2:
             return None
-        fitted = [index for index, found in enumerate(self.fits) if not found.trouble]
+        fitted = [index for index, fitted_curve in enumerate(self.fits) if not fitted_curve.trouble]
         weights = _slope_weights(self.sizes, fitted)
         deviations = np.array([self.scatters[index].optimum for index in fitted])
         for seeds in range(self.seeds, MOST_SEEDS + 1):
@@ -151,10 +151,10 @@ def analyse(sizes: Sequence[int], curves: Sequence[Curve]) -> Analysis:
     """
     seeds = _paired_seeds(curves)
     fits = tuple(fit(curve, seeds) for curve in curves)
-    scatters = tuple(_scatter(curve, found, seeds) for curve, found in zip(curves, fits, strict=True))
+    scatters = tuple(_scatter(curve, fitted_curve, seeds) for curve, fitted_curve in zip(curves, fits, strict=True))
     optima = tuple(
-        _interval(found.optimum, _half_width(np.array([scatter.optimum]), seeds))
-        for found, scatter in zip(fits, scatters, strict=True)
+        _interval(fitted_curve.optimum, _half_width(np.array([scatter.optimum]), seeds))
+        for fitted_curve, scatter in zip(fits, scatters, strict=True)
     )
     drift = _drift(sizes, fits, scatters, seeds)
     prices = tuple(_price(index, curves[index], fits, scatters, seeds) for index in range(len(fits)))
@@ -169,21 +169,21 @@ def _paired_seeds(curves: Sequence[Curve]) -> int:
     return shortest if together.all() else int(np.argmin(together))
 
 
-def _scatter(curve: Curve, found: Fit, seeds: int) -> Scatter:
+def _scatter(curve: Curve, fitted_curve: Fit, seeds: int) -> Scatter:
     """Return how the seeds of a size differ, from their slopes at the vertex and from what no slope explains."""
-    if found.trouble or seeds < 2:
+    if fitted_curve.trouble or seeds < 2:
         return Scatter(math.nan, math.nan)
-    x = np.asarray(found.used)
-    losses = curve.losses[np.isin(curve.x, found.used), :seeds]
-    _, slope_map, curvature_map = projection(x, found.optimum)
-    optima = -(slope_map @ losses) / (2 * found.curvature)
+    x = np.asarray(fitted_curve.used)
+    losses = curve.losses[np.isin(curve.x, fitted_curve.used), :seeds]
+    _, slope_map, curvature_map = projection(x, fitted_curve.optimum)
+    optima = -(slope_map @ losses) / (2 * fitted_curve.curvature)
     # What differs between seeds beside their level and their slope is noise of single runs.
     apart = losses - losses.mean(axis=1, keepdims=True)
     lines = np.stack([np.ones_like(x), x - x.mean()], axis=1)
     rest = apart - lines @ np.linalg.lstsq(lines, apart, rcond=None)[0]
     freedom = (len(x) - 2) * (seeds - 1)
     variance = float((rest**2).sum()) / freedom
-    error = math.sqrt(variance * float(curvature_map @ curvature_map) / seeds) / found.curvature
+    error = math.sqrt(variance * float(curvature_map @ curvature_map) / seeds) / fitted_curve.curvature
     # A vertex is a ratio. Its second-order term counts where noise makes the parabola nearly flat.
     spread = float(optima.std(ddof=1)) * math.sqrt(1 + 3 * error**2)
     return Scatter(spread, float(stdtrit(freedom, CONFIDENCE)) * error)
@@ -219,7 +219,7 @@ def _slope_weights(sizes: Sequence[int], fitted: Sequence[int]) -> np.ndarray:
 
 
 def _drift(sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int) -> Interval:
-    fitted = [index for index, found in enumerate(fits) if not found.trouble]
+    fitted = [index for index, fitted_curve in enumerate(fits) if not fitted_curve.trouble]
     if len(fitted) < 2:
         return Interval(math.nan, -math.inf, math.inf)
     weights = _slope_weights(sizes, fitted)

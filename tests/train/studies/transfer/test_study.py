@@ -340,7 +340,7 @@ def test_a_study_goes_on_alike():
 
 
 def test_seeds_are_added_until_the_drift_is_known_and_then_no_more():
-    calm, noisy, hopeless = (transfer.measure([study()], Trained(shift))[0] for shift in (0.02, 0.8, 3.0))
+    calm, noisy, hopeless = (transfer.measure([study()], Trained(shift))[0] for shift in (0.02, 0.5, 3.0))
     seeds = [m.analysis().seeds for m in (calm, noisy)]  # pyright: ignore
     assert seeds[0] == 3 < seeds[1]
     assert "decided" in calm.stopped
