@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from mupax import disk, terminal
 from mupax.buckets import path_of
-from mupax.train.config import small_folders
 from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, image_sizes, source, source_key
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
@@ -74,8 +73,11 @@ def applied(config: Config, argv: Sequence[str], in_file: frozenset[str]) -> Con
     if not isinstance(config.model, ImageModel):
         return config
     data_name = flags.value("data.name") or config.data.name
-    may_choose = not in_file and config.recipe in small_folders.RECIPES and source_key(data_name) == "images:PATH"
-    may_choose = may_choose and small_folders.designs(flags.names) is None
+    may_choose = not in_file and source_key(data_name) == "images:PATH"
+    if may_choose:
+        from mupax.train.config import small_folders  # runs on other data do without it
+
+        may_choose = config.recipe in small_folders.RECIPES and small_folders.designs(flags.names) is None
     if flags.has("resume") and (record := _recorded(config, flags)):
         return _as_recorded(config, record, data_name, may_choose)
     named = flags.has("model") or in_file == NAMED
@@ -157,6 +159,8 @@ def _chosen(config: Config, data_name: str, sizes: ImageSizes, flags: _Flags) ->
     if sizes.train_images is None or sizes.channels is None or sizes.side is None:
         return None
     side = typed("image-size", sizes.side)
+    from mupax.train.config import small_folders
+
     facts = small_folders.FolderFacts(sizes.train_images, sizes.num_classes, typed("channels", sizes.channels), side)
     recipe = small_folders.choose(facts)
     if recipe is None:

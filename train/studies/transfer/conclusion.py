@@ -13,6 +13,8 @@ from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, Interval
 from mupax.train.studies.transfer.study import Measured
 
 Studies = Sequence[tuple[Measured, Analysis]]
+CLOSE = 0.05
+"""Octaves per doubling within which a drift is close to the bound of a verdict."""
 
 
 class Step(NamedTuple):
@@ -103,7 +105,9 @@ def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
     text = f"{used}, and the drift is {drift.value:+.2f} [{drift.low:+.2f}, {drift.high:+.2f}] octaves per doubling"
     more = analysis.seeds_to_decide()
     if not more:
-        return f"{text}. More seeds would hardly decide it: the drift is close to the bound of {TOLERANCE}."
+        close = abs(abs(drift.value) - TOLERANCE) < CLOSE
+        why = f"the drift is close to the bound of {TOLERANCE}" if close else "its seeds differ too much"
+        return f"{text}. More seeds would hardly decide it: {why}."
     seeds = "1 more seed" if more == 1 else f"{more} more seeds"
     return f"{text}; {seeds} ({_minutes(measured, analysis, more)}) would probably decide it."
 
