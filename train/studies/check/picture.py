@@ -11,20 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from mupax.train.studies.check.judge import Finding, passes
-from mupax.train.studies.check.report import PASSING, readable, verdict_words
+from mupax.train.studies.check.report import PASSING, readable
 
 _PANEL_COLUMNS = 7
 _BAND, _INK, _WRONG, _RIGHT = "band that passes", "black", "#D55E00", "#0072B2"
 _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 _SECTIONS = {
     "activation": "Activations at the start",
-    "update": "Updates: change of activations by training",
+    "update": "Updates: changes of activations",
     "weight": "Weights at the start",
-    "movement": "Movement of weights",
+    "movement": "Movement of weights by a step",
     "gradient": "Gradients over eps",
 }
 """Kind of observable to the heading over its rows."""
 _FAILED = "Failed"
+_COLUMN_IN, _LABELS_IN, _SLOPES_IN, _ROW_IN, _HEAD_IN, _FOOT_IN = 7.0, 2.9, 2.6, 0.22, 0.95, 0.9
+"""Inches: a column, its labels, its slopes, a row, and what stands above and below. The rest of a column is for verdicts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,24 +52,36 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
 
     rows = _rows(findings)
     tall = math.ceil(len(rows) / 2) if len(rows) > 24 else len(rows)
-    columns = [rows[:tall], rows[tall:]] if rows[tall:] else [rows]
-    drawn = Figure(figsize=(6.6 * len(columns), 0.235 * tall + 1.5), layout="constrained")
-    failed = len([row for row in rows if row.finding is not None and not row.finding.ok])
+    columns = [rows]
+    if rows[tall:]:
+        headings = [row.label for row in rows[:tall] if row.finding is None]
+        rest = rows[tall:]
+        if rest[0].finding is not None:
+            rest = [_Row(f"{headings[-1]}, continued"), *rest]
+        columns = [rows[:tall], rest]
+        tall = max(tall, len(rest))
+    size = (_COLUMN_IN * len(columns), _ROW_IN * tall + _HEAD_IN + _FOOT_IN)
+    drawn = Figure(figsize=size)
     observables = len({finding.observable for finding in findings})
-    passed = f"passes: all {observables} observables within theory"
-    verdict = passed if passes(findings) else f"fails: {failed} of {observables} observables"
-    drawn.suptitle(
-        f"{verdict}\n{title}", x=0.01, ha="left", fontsize=12, fontweight="bold", color=_INK if failed == 0 else _WRONG
-    )
+    failed = len([row for row in rows if row.finding is not None and not row.finding.ok])
+    verdict = f"passes: all {observables} observables within theory"
+    if not passes(findings):
+        verdict = f"fails: {failed} of {observables} observables"
+    colour = _INK if passes(findings) else _WRONG
+    drawn.text(0.15 / size[0], 1 - 0.3 / size[1], verdict, fontsize=15, fontweight="bold", color=colour, va="center")
+    drawn.text(0.15 / size[0], 1 - 0.6 / size[1], title, fontsize=10, color=_INK, va="center")
     shown = [row.finding for row in rows if row.finding is not None and math.isfinite(row.finding.slope)]
     ends = [end for finding in shown for end in (*_allowed(finding), finding.slope)]
     limits = (min(ends, default=0.0) - 0.15, max(ends, default=0.0) + 0.15)
-    for panel, own in zip(drawn.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+    for index, own in enumerate(columns):
+        left = (index * _COLUMN_IN + _LABELS_IN) / size[0]
+        box = (left, _FOOT_IN / size[1], _SLOPES_IN / size[0], _ROW_IN * tall / size[1])
+        panel = drawn.add_axes(box)
         _column(panel, own, limits, tall)
         panel.set_xlabel(f"exponent of {axis}", fontsize=9)
     handles = {str(line.get_label()): line for panel in drawn.axes for line in panel.get_lines()}
     named: list[Any] = [line for label, line in handles.items() if not label.startswith("_")]
-    drawn.legend(handles=named, loc="outside lower center", ncols=len(named), fontsize=9, frameon=False)
+    drawn.legend(handles=named, loc="lower left", ncols=len(named), fontsize=9, frameon=False)
     drawn.savefig(path, dpi=130)
 
 
@@ -115,7 +129,7 @@ def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], tall:
     for index, row in enumerate(rows):
         if row.finding is None:
             panel.text(
-                0.0, index + 0.15, row.label, transform=panel.get_yaxis_transform(), fontsize=10, fontweight="bold",
+                -1.08, index, row.label, transform=panel.get_yaxis_transform(), fontsize=10, fontweight="bold",
                 color=_WRONG if row.label == _FAILED else _INK, va="center",
             )  # fmt: skip
         else:
@@ -137,7 +151,7 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
     """Draw theory's band, its exponent, and the measured slope with its interval; colour and shape tell a failure apart."""
     low, high = _allowed(finding)
     colour, marker = (_RIGHT, "o") if finding.ok else (_WRONG, "X")
-    label = "measured slope, 95 % interval over seeds" if finding.ok else "outside: fails"
+    label = "measured slope, 95 % interval over seeds" if finding.ok else "fails"
     panel.plot(
         [low, high],
         [index, index],
@@ -161,7 +175,7 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
         panel.text(
             finding.expected.slope,
             index,
-            f"  {verdict_words(finding)}",
+            f"  {finding.verdict}",
             color=_WRONG,
             fontsize=9,
             va="center",
@@ -171,10 +185,21 @@ def _observable(panel: Any, index: int, finding: Finding) -> None:
     panel.plot([finding.low, finding.high], [index, index], color=colour, linewidth=1.8, zorder=3)
     panel.plot([finding.slope], [index], marker, color=colour, markersize=6 if finding.ok else 8, label=label, zorder=4)
     if not finding.ok:
-        panel.annotate(
-            f"{finding.slope:+.2f} at step {finding.step}: {verdict_words(finding)}", (max(finding.slope, high), index),
-            xytext=(8, 0), textcoords="offset points", fontsize=8, color=_WRONG, va="center", annotation_clip=False,
-        )  # fmt: skip
+        panel.text(
+            1.02,
+            index,
+            f"{finding.slope:+.2f} {_short(finding)}",
+            transform=panel.get_yaxis_transform(),
+            fontsize=9,
+            color=_WRONG,
+            va="center",
+        )
+
+
+def _short(finding: Finding) -> str:
+    """Return a verdict that fits beside a row."""
+    verdict = finding.verdict.removeprefix("contradicts theory").strip(" ()")
+    return verdict.replace("at the smallest size", "at the base") or "outside theory"
 
 
 def panels(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:

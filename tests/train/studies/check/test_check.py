@@ -352,7 +352,8 @@ def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_
 
     monkeypatch.setattr(observables, "program", compiled)
     out, figure = tmp_path / "check.json", tmp_path / "check.png"
-    words = ["check", "lm-proxy", "--grow", "head_dim", "--sizes", "3", "--seeds", "2", "--json", str(out)]
+    inputs = ["--model.vocab-size", "64", "--model.seq-len", "16"]  # of the programs above
+    words = ["check", "lm-proxy", "--grow", "head_dim", "--sizes", "3", "--seeds", "2", "--json", str(out), *inputs]
     for name, code in (("mup", 0), ("sp", 1)):  # both are measured by the same programs
         assert main([*words, "--preset", name, "--figure", str(figure)]) == code
         record = json.loads(out.read_text())
