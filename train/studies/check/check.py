@@ -173,6 +173,22 @@ def batch(model: ModelConfig) -> dict[str, np.ndarray]:
     }
 
 
+def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
+    """Return a batch as `batch` does, whose tokens are drawn evenly, in eight sequences: for studies that grow the context."""
+    if model.task == "images":
+        return batch(model)
+    rng = np.random.default_rng(0)
+    outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
+    if not model.denoises:
+        drawn = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
+        targets = drawn[:, 1:]
+        return {"inputs": drawn[:, :-1], "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+    shapes = {name: (_EXAMPLES, *field.shape) for name, field in model.example().items()}
+    fields = {name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()}
+    mask = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
+    return fields | {"input_mask": mask.astype(np.int32), "weights": np.ones(shapes["weights"], np.float32)}
+
+
 def examples(length: int) -> int:
     """Return how many sequences of this length a batch has: 128 tokens' worth, and at least two."""
     return max(2, min(_EXAMPLES, _EXAMPLES * _POSITIONS // length))

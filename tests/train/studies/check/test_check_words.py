@@ -54,8 +54,8 @@ def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
     ("words", "line"),
     [
         (["lm-tiny"], "lm-tiny: vocabulary 256, context 128, width 64 to 256, depth 2"),
-        (["lm-tiny", "--model.vocab-size", "65536"], "lm-tiny: vocabulary 65,536, context 32, width 64 to 256, depth 2; "
-         "context 32 in place of 128 (--model.seq-len 128 keeps it)"),
+        (["lm-tiny", "--model.vocab-size", "65536"], "lm-tiny: vocabulary 65,536, context 16, width 64 to 256, depth 2; "
+         "context 16 in place of 128 (--model.seq-len 128 keeps it)"),
         (["gpt2"], "vocabulary 32768 in place of 50257 (--model.vocab-size 50257 keeps it); "
          "context 64 in place of 1024 (--model.seq-len 1024 keeps it)"),
         (["vit-s16"], "image size 8 in place of 224 (--model.image-size 224 keeps it)"),

@@ -57,7 +57,9 @@ def judged(trained: Preset, measured_by: check.Series | None = None) -> dict[str
 
 def test_right_rules_pass_on_more_tokens_and_outputs_than_the_width() -> None:
     findings = judged(RIGHT)
-    assert [name for name, finding in findings.items() if not finding.ok and not name.startswith("update")] == []
+    # Updates of hidden activations need tokens by Zipf's law (`check.tokens`), or fewer of them than the width.
+    judged_here = {name: finding for name, finding in findings.items() if "/" in name or "logits" in name}
+    assert [name for name, finding in judged_here.items() if not finding.ok] == []
     # Every row that was read moves by the learning rate; a tenth of the table is not.
     assert findings["movement/token_embedding @1"].base == pytest.approx(1.0, abs=0.02)
     assert findings["gradient/norm_gain @0"].slope == pytest.approx(0.0, abs=0.15)
