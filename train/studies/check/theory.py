@@ -183,8 +183,9 @@ def _through_logits(limit: Limit, factor: float) -> float:
     It is a sum of what comes back through values and through queries and keys. At the base, whose logits are q.k N^-1/2, the
     three parts are of one size in long contexts (in one of T positions the mean squares of the last two are 1 - 1.64 / H_T of
     the first's, where H_T = 1 + 1/2 + ... + 1/T). Until values and backward signal are aligned, the parts through logits fall
-    as N^(1/2 - alpha_A) beside the first, so the mean square is 1 + 2 m^(-2 gap). From 1 to 4 the slope is -0.25 where the
-    exponent is 0 (measured under `mup` -0.35 at a context of 64; `mup-half`, without a gap, passes on the same draws).
+    as N^(1/2 - alpha_A) beside the first, so the mean square is 1 + 2 m^(-2 gap) in the longest context, and 1 + 1.06 m^(-2 gap)
+    in one of 16. There the slope from 1 to 8 is -0.144 by this sum; measured -0.139 [-0.18, -0.10] under `mup`, and under
+    `mup-half`, whose gap is 0, +0.005. The norm before the MLP has +0.007.
 
     Args:
         limit: at initialization, where nothing is aligned yet.
