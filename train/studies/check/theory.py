@@ -158,7 +158,8 @@ def of(
         if name == "update attention" and gains in late:
             # A QK-norm gain's step changes each logit by N terms of either sign; where rates are small it is what is seen.
             below += max(0.0, slope - (limit.logits + late[gains] + limit.q + limit.k + limit.n / 2))
-        if (step, kind) == (0, "gradient") and ".norm_gain" in f".{name.partition('/')[2]}" and "block." in name:
+        if (step, kind) == (0, "gradient") and "block.norm_gain" in name and not name.endswith("/mlp_norm"):
+            # The zoo's norms before an MLP are told by their name; of a user's own norms any may be attention's.
             below = max(below, through_logits)
         if name.startswith("movement/block.expert_"):
             below += gates
