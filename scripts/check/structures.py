@@ -132,6 +132,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         if row["failed"]
     ]
     lines += ["", "## Failed", "", *(failed or ["None."])]
+    lines += ["", *campaign.lines()]
     lines += [
         "",
         "## Wrong tables",
@@ -143,7 +144,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += [f"| {name} | {one.model} | {one.grow} | `{one.where}` | {one.word} |" for name, one in WRONG.items()]
-    lines += ["", *campaign.lines(), "", *untold.lines()]
+    lines += ["", *untold.lines()]
     return "\n".join(lines) + "\n"
 
 
