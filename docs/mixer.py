@@ -55,8 +55,7 @@ def main() -> bool:
     mup = presets.get("mup", base={"embed": 64, "mlp": 128})
     adam = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
     findings = check.study(models, mup, adam, batch)
-    for finding in findings:
-        print(f"{finding.observable:28} after {finding.step:2} {finding.slope:+.2f}  {finding.verdict}")
+    print(check.text(findings))
     return check.passes(findings)
 
 

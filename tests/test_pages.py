@@ -51,10 +51,10 @@ def test_a_page_works(
     page: str, accuracy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (DOCS / f"{page}.md").read_text()
-    example, command = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example, *commands = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in example.splitlines() if line.strip()]) <= 30
     (name,) = re.findall(r"Save this as `(\w+)\.py`", text)
-    (tmp_path / f"{name}.py").write_text(f"{example}\n\n{command}")
+    (tmp_path / f"{name}.py").write_text("\n\n".join([example, *commands]))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     runpy.run_path(f"{name}.py", run_name="__main__")
@@ -66,6 +66,7 @@ def test_a_page_works(
 
     if page == "add_a_model":
         assert saved_run.find(workdir).config.model.family == "pixels:PixelsConfig"
+        assert "observables within theory" in capsys.readouterr().out
     elif page == "add_a_preset":
         assert "0.25" in capsys.readouterr().out.splitlines()
         with pytest.raises(PresetError, match=r"no rule for the optimizer 'muon' \(its updates do not grow"):

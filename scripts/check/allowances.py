@@ -1,6 +1,6 @@
 """Measure how far finite sizes stray from theory on rules known to be right, and write train/studies/check/allowances.json.
 
-    python -m scripts.check.allowances [--optimizers adam sgd] [--studies head_dim heads width depth ...] [--tied]
+    python -m scripts.check.allowances [--optimizers adam sgd] [--studies head_dim heads width depth ...] [--tied] [--start]
 
 Takes the family of presets whose exponents are proved (mup, mup-half, depth-mup at both ends), every way to grow and both
 optimizers on the smallest decoder, tied and not, and ViT, and keeps per observable the farthest slope below and above theory; of the
@@ -58,12 +58,22 @@ def main() -> None:
     parser.add_argument("--optimizers", nargs="+", default=["adam", "sgd"])
     parser.add_argument("--studies", nargs="+", default=list(PROVED), choices=list(PROVED))
     parser.add_argument("--tied", action="store_true", help="tied models alone, beside what the file holds")
+    parser.add_argument(
+        "--start", action="store_true", help="what is read before the first step alone, in untied models"
+    )
     args = parser.parse_args()
     path = theory.ALLOWANCES
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
     for optimizer in args.optimizers:
         for study in args.studies:
             allowed: dict[str, list[float]] = {}
+            if args.start:
+                for model in models(study):
+                    _stray(model, study, optimizer, allowed, steps=0)
+                before = record["allowances"][f"{optimizer} {study}"]
+                record["allowances"][f"{optimizer} {study}"] = dict(sorted({**before, **allowed}.items()))
+                path.write_text(_compact(record) + "\n")
+                continue
             if not args.tied:
                 for model in models(study):
                     _stray(model, study, optimizer, allowed)
@@ -88,17 +98,23 @@ def _compact(record: dict[str, Any]) -> str:
 
 @functools.cache
 def _series(
-    model: configs.ModelConfig, axis: str, optimizer: str
+    model: configs.ModelConfig, axis: str, optimizer: str, steps: int = theory.STEPS[-1]
 ) -> tuple[check.Series, dict[str, int], dict[str, np.ndarray]]:
     """Four sizes, the base that is the smallest, and the batch that all take."""
     grown = check.grow(model, axis, 4)
     config = OptimizerConfig(name=optimizer, peak_lr=OPTIMIZERS[optimizer].check_lr, schedule="constant", eps=1e-12)
-    return check.Series([definition(one) for one in grown], config), grown[0].base_sizes(), check.batch(grown[0])
+    return check.Series([definition(one) for one in grown], config, steps), grown[0].base_sizes(), check.batch(grown[0])
 
 
-def _stray(model: configs.ModelConfig, study: str, optimizer: str, allowed: dict[str, list[float]]) -> None:
+def _stray(
+    model: configs.ModelConfig,
+    study: str,
+    optimizer: str,
+    allowed: dict[str, list[float]],
+    steps: int = theory.STEPS[-1],
+) -> None:
     """Widen `allowed` by one study: per observable and step, how far below and above theory the mean slope lies."""
-    series, base, batch = _series(model, study.split()[0], optimizer)
+    series, base, batch = _series(model, study.split()[0], optimizer, steps)
     first, last = series.definitions[0], series.definitions[-1]
     for name, constants in PROVED[study]:
         preset = presets.get(name, base=base, **constants)  # pyright: ignore[reportArgumentType]

@@ -157,7 +157,8 @@ class Suite:
         self.study, self._doublings = study, doublings
         changes = {**study.changes, **({"tied": True} if study.tied else {})}
         model: configs.ModelConfig = dataclasses.replace(configs.get(study.model), **changes)
-        doubled = check.grow(model, study.grow, doublings[-1] + 1)
+        inputs = {"vocab_size", "seq_len"} & study.changes.keys()
+        doubled = check.grow(model, study.grow, doublings[-1] + 1, inputs)
         grown = [doubled[count] for count in doublings]
         config = OptimizerConfig(
             name=study.optimizer, peak_lr=study.peak_lr, schedule="constant", eps=study.eps, decay="coupled"

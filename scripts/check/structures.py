@@ -22,20 +22,14 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, groups, report, theory
 from mupax.zoo.definition import Definition, definition
 from scripts import ROOT
-from scripts.check import untold
+from scripts.check import campaign, untold
+from scripts.check.campaign import RIGHT
 from scripts.check.wrong_tables import MODELS, WRONG
 
 PAGE = ROOT / "docs" / "structures.md"
 COMMAND = "python -m scripts.check.structures"
 SIZES, SEEDS, STEPS = 3, 3, 3
 """As `mupax train check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""
-
-RIGHT = {
-    "head_dim": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup"),
-    "heads": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup", "ntk", "hybrid", "maximal-update"),
-    "depth": ("depth-mup", "completep", "u-mup"),
-}
-"""What grows, and the presets whose tables keep everything as it is then, or as their source wants it."""
 
 
 def right(name: str, smallest: Definition) -> Preset:
@@ -138,6 +132,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         if row["failed"]
     ]
     lines += ["", "## Failed", "", *(failed or ["None."])]
+    lines += ["", *campaign.lines()]
     lines += [
         "",
         "## Wrong tables",

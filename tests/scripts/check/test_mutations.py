@@ -54,7 +54,9 @@ def seeds(column: str) -> int:
      "block.norm_gain", "norm_gain", "readout"],
 )  # fmt: skip
 def test_one_mutant_per_role_and_column_is_caught(group, column):
-    outcome = suite(0).run(Mutant(group, column, goal(group)), SEEDS)
+    # A gain has few entries, and its gradient spreads over seeds.
+    count = seeds(column) if "norm_gain" in group else SEEDS
+    outcome = suite(0).run(Mutant(group, column, goal(group)), count)
     assert outcome.by is not None
     # So small an eps changes nothing but its own line.
     assert outcome.trains_alike == (column == "eps")

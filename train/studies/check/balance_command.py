@@ -121,7 +121,7 @@ def batch_of(config: Config, name: str, console: Console) -> Mapping[str, Any]:
     from mupax.train.studies.check import check
 
     if not cli.is_recipe(name):
-        return check.batch(config.model)
+        return check.even_batch(config.model)
     return data.load(config.data, config.model, seed=config.data_seed, note=console.print).train_batch(0)
 
 

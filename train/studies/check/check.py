@@ -18,14 +18,35 @@ from mupax.train.core.costs import fit
 from mupax.train.core.step import StepInputs
 from mupax.train.studies.check import groups, observables, theory
 from mupax.train.studies.check.judge import ENDS, LAYERS, Finding, judge, passes
+from mupax.train.studies.check.report import require, text
 from mupax.train.studies.check.theory import STEPS, Expected
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.transformer import TransformerConfig, transformer
 
-__all__ = ["Expected", "Finding", "Series", "batch", "grow", "judge", "passes", "smallest", "study"]
+__all__ = [
+    "Expected",
+    "Finding",
+    "Series",
+    "batch",
+    "grow",
+    "judge",
+    "passes",
+    "require",
+    "smallest",
+    "study",
+    "text",
+    "tokens",
+]
 
 _WIDTH, _HEADS, _DEPTH, _POSITIONS, _VOCAB, _EXAMPLES = 64, 4, 2, 16, 64, 8
+_LONGEST, _LARGEST_VOCAB = 512, 2**15
+"""Context and vocabulary above which `own_inputs` makes them smaller."""
+_LOGITS = 2**22
+"""Logits of a batch above which it makes the context smaller: at width 512 their products take half of the check's time."""
+LEAST_GROWTH = 4
+"""How many times as large the largest size must be. What finite sizes add falls as 1/size: over the first doubling alone a slope
+strays by twice what it does over three, which is what allowances are measured over."""
 
 
 def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerConfig:
@@ -43,7 +64,7 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
     small = {"width": _WIDTH, "num_heads": _HEADS, "head_dim": None, "depth": _DEPTH, **inputs[model.task]}
     if model.denoises:
         small |= {"encoder_depth": None, "target_len": None}
-    if "distance" in model.sizes():  # so that every row of a relative table is seen
+    if "distance" in model.sizes() and "seq_len" not in written:  # so that every row of a relative table is seen
         small |= {"distance_buckets": _POSITIONS // 2, "longest_distance": _POSITIONS}
     small = {name: size for name, size in small.items() if name not in written}
     heads, width = small.get("num_heads", model.num_heads), small.get("width", model.width)
@@ -54,6 +75,53 @@ def smallest(model: ModelConfig, written: Collection[str] = ()) -> TransformerCo
     # A few steps of small models: what takes time is compiling them.
     compute = dataclasses.replace(model.compute, layers="scan")
     return dataclasses.replace(model, compute=compute, centered=False, **small)
+
+
+def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> tuple[ModelConfig, set[str], list[str]]:
+    """Return a model to check in place of this one: with its vocabulary and context as far as a check can afford them.
+
+    Args:
+        model: as the user has named it.
+        written: fields that the user has written, which are left as they are.
+
+    Returns:
+        The model, the fields of it that keep their sizes, and a sentence about each that was made smaller.
+    """
+    keeps, notes = set(written), []
+    if model.task == "images":
+        small = smallest(model, written)
+        for name in ("image_size", "patch_size"):
+            own, used = getattr(model, name), getattr(small, name)
+            if own != used:
+                flag = name.replace("_", "-")
+                notes.append(f"{name.replace('_', ' ')} {used} in place of {own} (--model.{flag} {own} keeps it)")
+        return model, keeps, notes
+    limits = {"vocab_size": _LARGEST_VOCAB, "seq_len": _LONGEST}
+    if model.denoises:
+        limits["target_len"] = _LONGEST
+    sizes_used = {name: getattr(model, name) for name in limits}
+    for name, most in limits.items():
+        if name not in written and sizes_used[name] is not None:
+            sizes_used[name] = min(sizes_used[name], most)
+    longest = max(size for name, size in sizes_used.items() if name != "vocab_size" and size is not None)
+    affordable = _POSITIONS
+    while affordable < longest and _logits(sizes_used["vocab_size"], 2 * affordable) <= _LOGITS:
+        affordable *= 2
+    for name in limits:
+        own = getattr(model, name)
+        if name != "vocab_size" and name not in written and own is not None:
+            sizes_used[name] = min(sizes_used[name], affordable)
+        if own != sizes_used[name]:
+            word = {"vocab_size": "vocabulary", "seq_len": "context"}.get(name, "output length")
+            flag = name.replace("_", "-")
+            notes.append(f"{word} {sizes_used[name]} in place of {own} (--model.{flag} {own} keeps it)")
+        keeps.add(name)
+    return dataclasses.replace(model, **sizes_used), keeps, notes
+
+
+def _logits(vocab_size: int, length: int) -> int:
+    """Return how many logits a batch of this context has."""
+    return examples(length) * length * vocab_size
 
 
 def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = ()) -> list[TransformerConfig]:
@@ -81,22 +149,77 @@ def grow(model: ModelConfig, axis: str, count: int, written: Collection[str] = (
 
 
 def batch(model: ModelConfig) -> dict[str, np.ndarray]:
-    """Random inputs with random labels, from a fixed seed: what every size trains on."""
+    """Return what every size trains on, from a fixed seed: images of noise with random labels, or `tokens`."""
     rng = np.random.default_rng(0)
     outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
-    if model.denoises:
-        shapes = {name: (_EXAMPLES, *of.shape) for name, of in model.example().items()}
-        fields = {name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()}
-        mask = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
-        return fields | {"input_mask": mask.astype(np.int32), "weights": np.ones(shapes["weights"], np.float32)}
     if model.task == "images":
         shape = (2 * _EXAMPLES, *example)
         targets = rng.integers(0, outputs, shape[0]).astype(np.int32)
         inputs = rng.standard_normal(shape).astype(np.float32)
-    else:
-        tokens = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+    if not model.denoises:
+        return tokens(outputs, example[0], examples(example[0]))
+    lengths = {name: field.shape[0] for name, field in model.example().items()}
+    count = examples(max(lengths.values()))
+    decoded = tokens(outputs, lengths["targets"], count)
+    source = _ranks(rng, outputs, (count, lengths["inputs"]))
+    mask = np.arange(lengths["inputs"]) < rng.integers(1, lengths["inputs"] + 1, (count, 1))
+    return {
+        "inputs": source,
+        "input_mask": mask.astype(np.int32),
+        "decoder_inputs": decoded["inputs"],
+        "targets": decoded["targets"],
+        "weights": decoded["weights"],
+    }
+
+
+def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
+    """Return a batch as `batch` does, whose tokens are drawn evenly, in eight sequences: for studies that grow the context."""
+    if model.task == "images":
+        return batch(model)
+    rng = np.random.default_rng(0)
+    outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
+    if not model.denoises:
+        drawn = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
+        targets = drawn[:, 1:]
+        return {"inputs": drawn[:, :-1], "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+    shapes = {name: (_EXAMPLES, *field.shape) for name, field in model.example().items()}
+    fields = {name: rng.integers(0, outputs, shape).astype(np.int32) for name, shape in shapes.items()}
+    mask = np.arange(example[0]) < rng.integers(1, example[0] + 1, (_EXAMPLES, 1))
+    return fields | {"input_mask": mask.astype(np.int32), "weights": np.ones(shapes["weights"], np.float32)}
+
+
+def examples(length: int) -> int:
+    """Return how many sequences of this length a batch has: 128 tokens' worth, and at least two."""
+    return max(2, min(_EXAMPLES, _EXAMPLES * _POSITIONS // length))
+
+
+def tokens(vocab_size: int, length: int, count: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
+    """Return a batch that a language model of any vocabulary and context can be checked on: `inputs`, `targets`, `weights`.
+
+    Token i comes as often as 1 / (i + 1), as Zipf's law has it of words; targets are random. An update of a matrix is a sum
+    over tokens. It acts on each of K equally frequent ones by K^-1/2 of what it does to one alone, which is seen while the
+    width is small against K. Evenly drawn tokens have K = min(vocabulary, tokens of the batch), soon more than the smallest
+    width. By Zipf's law K (the inverse of the sum of squared frequencies) is 14 at a vocabulary of 64 and 73 at 32,000,
+    whatever the context.
+
+    Args:
+        vocab_size: of the model.
+        length: positions of a sequence.
+        count: sequences.
+        seed: of the draw.
+    """
+    rng = np.random.default_rng(seed)
+    inputs = _ranks(rng, vocab_size, (count, length))
+    targets = rng.integers(0, vocab_size, inputs.shape).astype(np.int32)
     return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}
+
+
+def _ranks(rng: np.random.Generator, vocab_size: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Return tokens drawn by Zipf's law, int32."""
+    frequencies = 1 / np.arange(1.0, vocab_size + 1)
+    drawn = rng.choice(vocab_size, size=shape, p=frequencies / frequencies.sum())
+    return drawn.astype(np.int32)
 
 
 def digest(tree: Any) -> bytes:
@@ -187,8 +310,21 @@ def study(
         batch: `inputs`, `targets`, `weights` for every size (see `mupax.train.core.step`).
         seeds: initializations per size.
         accept: trouble that the preset's source wants (`mupax.train.studies.check.theory.of`).
+
+    Returns:
+        A finding per observable and step. `text` says what failed, and `require` raises an error that does.
+
+    Raises:
+        PresetError: fewer than two models, or the largest is less than four times the smallest.
     """
+    if len(definitions) < 2:
+        raise PresetError("a slope needs models of growing size; give study at least three, each twice the one before")
     _, factor = theory.growth(definitions[0].sizes, definitions[-1].sizes)
+    if factor < LEAST_GROWTH:
+        raise PresetError(
+            f"the largest model is {factor:g} times the smallest, which cannot tell an exponent from what finite sizes add; "
+            f"give study models up to at least {LEAST_GROWTH} times, such as three, each twice the one before"
+        )
     ratios = [factor ** (i / (len(definitions) - 1)) for i in range(len(definitions))]
     expected = theory.of(preset, definitions[0], definitions[-1], config.name, accept=accept)
     return judge(Series(definitions, config).measure(preset, batch, seeds), ratios, expected)

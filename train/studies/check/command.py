@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
 
@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 class Check(ConstantFlags):
     """Two verdicts on a preset: does a program do what its table says as one size grows, and is the table any good.
 
-    Takes the structure of a model (norm, activation, positions, biases, grouped heads, ties) at small sizes, grows one of
-    them over a few doublings, trains every size for ten steps from several seeds on one batch, and fits log-log slopes. A recipe
-    brings its model, preset and optimizer. --model.* change the structure, and a size so written is the smallest model's.
+    Takes the structure of a model (norm, activation, positions, biases, grouped heads, ties) with its vocabulary and context
+    at a small width and depth, grows one size over a few doublings, trains every size for ten steps from several seeds on one
+    batch, and fits log-log slopes. The first line says what else was made smaller. A recipe brings its model, preset and
+    optimizer. --model.* change the structure, and a size so written is the smallest model's.
 
     Growing batch (at the same tokens) or tokens, it is a joint rule that is judged: a recipe's own optimizer takes all of its steps
     on gradients of signal and noise, and --optimizer.*, --steps, --data.batch-size, --preset.base and --joint are those of the run.
@@ -65,13 +66,15 @@ class Check(ConstantFlags):
     peak_lr: Annotated[float | None, conf.arg(aliases=("--optimizer.peak-lr",), metavar="X")] = None
     """Rate at base size; by optimizer unless given."""
     sizes: Annotated[int, conf.arg(metavar="N")] = 4
-    """How many sizes, each twice the one before."""
+    """How many sizes, each twice the one before; three or more, or two where batch or tokens grow."""
     seeds: Annotated[int, conf.arg(metavar="N")] = 4
     """Initializations per size."""
     json: Annotated[str | None, conf.arg(metavar="PATH")] = None
     """Write verdict and slopes as JSON."""
     figure: Annotated[str | None, conf.arg(metavar="PATH")] = None
-    """Draw every observable against size (PNG)."""
+    """Draw every observable's slope beside what theory allows, failures on top (PNG)."""
+    figure_panels: Annotated[str | None, conf.arg(metavar="PATH")] = None
+    """Draw a panel per observable, its values against size (PNG)."""
     desiderata: Switch = False
     """Which dimensions can be scaled, by mapping of a block at the first step under SGD, beside `mupax presets desiderata`."""
     dry_run: Switch = False
@@ -84,6 +87,12 @@ def main(argv: Sequence[str]) -> int:
     config = configured(args, rest)
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
+    # A dry run measures nothing, and theory's exponents are those of any growth.
+    measures_sizes = not (args.desiderata or args.dry_run or args.grow in RUN_AXES)
+    if args.sizes < 3 and measures_sizes:
+        raise configs.ConfigError(
+            "two sizes cannot tell an exponent from what finite sizes add, which falls as 1/size; write --sizes 3 or more"
+        )
     if args.desiderata:
         from mupax.train.studies.desiderata import command
 
@@ -96,7 +105,8 @@ def main(argv: Sequence[str]) -> int:
 
     started = time.monotonic()
     written = {word.partition("=")[0].removeprefix("--model.").replace("-", "_") for word in rest}
-    grown = check.grow(config.model, args.grow, args.sizes, written)
+    model, keeps, notes = check.own_inputs(config.model, written)
+    grown = check.grow(model, args.grow, args.sizes, keeps)
     preset = relative(config.preset, grown[0])
     optimizer = OptimizerConfig(name=config.optimizer.name, schedule="constant", eps=1e-12)
     optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr or OPTIMIZERS[optimizer.name].check_lr)
@@ -110,6 +120,7 @@ def main(argv: Sequence[str]) -> int:
     not_judged = groups.not_judged(definitions[0].specs, expected)
     growth, _ = theory.growth(definitions[0].sizes, definitions[-1].sizes)
     vanishing = {name: power.growth(growth) for name, power in preset.vanishing.items() if power.growth(growth)}
+    terminal.say(_sizes_line(args.model, grown, notes))
     if args.dry_run:
         for one in grown:
             encoder = one.sizes().get("encoder_layers")
@@ -138,7 +149,54 @@ def main(argv: Sequence[str]) -> int:
         "vanishing": vanishing,
         "sizes": [dataclasses.asdict(one) for one in grown],
     }
-    return _report(args, findings, title, not_judged, about)
+    subject = f"{preset.name} follows its table as {_GROWN.get(args.grow, f'{args.grow} grows')}"
+    return _report(args, findings, _Page(title, subject, _following(args, preset, findings)), not_judged, about)
+
+
+_GROWN = {"heads": "heads grow", "experts": "experts grow", "kv_heads": "key heads grow", "mlp": "the MLP grows"}
+"""Sizes that are not said as they are written."""
+
+
+def _sizes_line(name: str, grown: Sequence[Any], notes: Sequence[str]) -> str:
+    """Return the first line of the output: which model is trained, and what of its inputs was made smaller."""
+    first, last = grown[0], grown[-1]
+    if first.task == "images":
+        inputs = f"{first.num_classes:,} classes, {first.image_size} x {first.image_size} pixels"
+    else:
+        inputs = f"vocabulary {first.vocab_size:,}, context {first.seq_len:,}"
+    width = f"width {first.width}" if first.width == last.width else f"width {first.width} to {last.width}"
+    smaller = f"; {'; '.join(notes)}" if notes else ""
+    return f"{name}: {inputs}, {width}, depth {first.depth}{smaller}"
+
+
+def _following(args: Check, preset: Preset, findings: Sequence[Finding]) -> list[str]:
+    """Return what to type next."""
+    from mupax.train.studies.check.judge import passes
+
+    if passes(findings):
+        words = f"{args.model}" if cli.is_recipe(args.model) else f"RECIPE --model {args.model}"
+        return [
+            f"next: mupax train sweep {words} --preset {preset.name} finds the learning rate at the base, for every size"
+        ]
+    if all(finding.agrees for finding in findings):
+        return [
+            f"next: mupax presets limits {preset.name} says what its table does, and mupax presets compare which tables do not"
+        ]
+    figure = "" if args.figure else "; --figure check.png draws it"
+    return [
+        f"next: look at the rule or the code of the first parameter in red, and type the same command again{figure}"
+    ]
+
+
+class _Page(NamedTuple):
+    """What stands around the findings on the screen."""
+
+    title: str
+    """Above the table."""
+    subject: str
+    """Beginning of the conclusion, where all is well."""
+    following: list[str]
+    """What to type next."""
 
 
 def _joint_rule(args: Check, config: Config) -> int:
@@ -175,27 +233,36 @@ def _joint_rule(args: Check, config: Config) -> int:
         "vanishing": vanishing,
         "sizes": [{"batch": run.data.batch_size, "steps": run.steps} for run in runs],
     }
-    code = _report(args, findings, title, not_judged, about)
+    subject = (
+        f"the run follows the joint rule {rule.name} as {args.grow} {'grow' if args.grow == 'tokens' else 'grows'}"
+    )
+    code = _report(args, findings, _Page(title, subject, []), not_judged, about)
     for caution in joint.cautions(runs[-1]) if rule.name != "none" else ():
         terminal.say(f"caution: {caution}")
     return code
 
 
 def _report(
-    args: Check, findings: Sequence[Finding], title: str, not_judged: Sequence[str], about: dict[str, Any]
+    args: Check, findings: Sequence[Finding], page: _Page, not_judged: Sequence[str], about: dict[str, Any]
 ) -> int:
-    """Prints, writes and draws the findings: the exit code."""
-    from mupax.train.studies.check import report
+    """Print, write and draw the findings. Return the exit code."""
+    from mupax.train.studies.check import picture, report
     from mupax.train.studies.check.judge import passes
 
-    report.show(terminal.console(), findings, title, not_judged, "number" if args.grow in RUN_AXES else "role")
+    blamed = "number" if args.grow in RUN_AXES else "role"
+    report.show(
+        terminal.console(), findings, page.title, not_judged, blamed, subject=page.subject, following=page.following
+    )
     if vanishing := about["vanishing"]:
         allowed = ", ".join(f"{name} go as {exponent:+.2f}" for name, exponent in vanishing.items())
         terminal.say(f"by its source the preset lets {allowed}")
     if args.json:
         Path(args.json).write_text(json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n")
     if args.figure:
-        report.figure(args.figure, findings, [2.0**i for i in range(args.sizes)], f"{args.grow} / smallest", title)
+        picture.figure(args.figure, findings, args.grow, page.title)
+    if args.figure_panels:
+        grown_sizes = [2.0**doubling for doubling in range(args.sizes)]
+        picture.panels(args.figure_panels, findings, grown_sizes, f"{args.grow} / smallest", page.title)
     return 0 if passes(findings) else 1
 
 

@@ -23,7 +23,7 @@ _MOVES = 0.1
 _LAYER = {"gradient": 0.4}
 """How much farther than a root mean square over layers that of one may stray, by kind of observable; 0.15 for all others."""
 _BASE = math.log(1.25)
-"""How far a ratio may lie from 1 at the smallest size: entries are finitely many, and not all of an embedding's rows are seen."""
+"""How far a ratio may lie from 1 at the smallest size, whose entries are finitely many."""
 _FLOOR = 1e-30
 """Stands for an exact zero in a logarithm."""
 
@@ -157,8 +157,11 @@ def _at_base(
     """Measured over expected at the smallest size, where theory has a number; of movements relative to the others'."""
     ratios: dict[tuple[str, int], float] = {}
     for (name, step), one in expected.items():
-        if one.base and name in measured and np.all(measured[name][0, :, step] > 0):
-            ratios[name, step] = float(np.exp(np.mean(np.log(measured[name][0, :, step])))) / one.base
+        if not one.base or name not in measured or step >= measured[name].shape[2]:
+            continue
+        first = measured[name][0, :, step]
+        if np.all(first > 0):
+            ratios[name, step] = float(np.exp(np.mean(np.log(first)))) / one.base
     moved = [ratio for (name, _), ratio in ratios.items() if name.startswith("movement")]
     peak = float(np.median(moved)) if moved else 1.0
     return {key: ratio / peak if key[0].startswith("movement") else ratio for key, ratio in ratios.items()}

@@ -3,6 +3,18 @@
 Every observable is a positive number per (seed, step), or per (seed, step, layer): a root mean square over entries and batch.
 Names are `what` or `what/label`, a parameter's label being its group such as `block.query` (`mupax.train.studies.check.groups`).
 
+Three things are measured where theory speaks of them, because a finite batch and a finite width would hide them:
+
+* **Gradients at a unit gradient of the output.** The loss is of f - f_initial, so that every class has probability 1/V before
+  the first step. Otherwise the gradient has a second term, through p - 1/V, which is proportional to the logits at the start.
+  Under `mup` those vanish as D^-1/2, so the term is one of finite widths. It does not average out over tokens, while the
+  gradient of M random targets does, as M^-1/2. Of the last norm's gain the two are W^2 and W M^-1/2 (W: entries of the
+  readout, 1/8 at width 64): the slope fell from -0.30 at 128 tokens to -0.90 at 4,096, where theory says 0.
+* **Changes of logits along the targets.** Theory's exponent is that of gradient times step. One step moves the target's logit
+  by D terms of one sign, and the V - 1 other logits of a token by D terms of either sign: their root mean square falls as
+  D^-1/2 as soon as V is above the width.
+* **Tables that are looked up, in the rows that were read.** A batch of M tokens moves at most M of V rows.
+
 Shapes: L layers, B batch, T and S positions, H heads, K key heads, N head dimension, D width, V outputs.
 """
 
@@ -10,7 +22,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +30,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from mupax.presets.roles import Role
 from mupax.train.core.factors import Factors
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients
@@ -33,6 +46,10 @@ CROSS = "contribution/block.cross.attention_out"
 """What attention to an encoder adds to the stream: of its own, so that a wrong scale of this branch has a name."""
 _BY_LAYER = (*_BY_OWN_WEIGHTS, "contribution", CROSS)
 """What `internals` has an axis of layers of, first, and a table sets at initialization."""
+LOOKED_UP = frozenset({Role.TOKEN_EMBEDDING, Role.POSITION, Role.RELATIVE_BIAS})
+"""Roles of tables of which a batch reads some rows."""
+ROW_AXES = frozenset({"vocab", "position", "source", "distance", "input", "output", "classes"})
+"""Axes of such tables that count rows; a preset never lets them grow."""
 
 
 def program(
@@ -64,11 +81,17 @@ def program(
         state: TrainState, initial: Arrays, start: Arrays, run: StepInputs, batch: Batch
     ) -> tuple[TrainState, Arrays, Arrays]:
         factors, now = run.factors, forward(state.params, run.factors, batch)
+        rows_read = {name: start[name] for name in _rows_read(definition, state.params)}
         start = {name: jnp.where(state.step == 0, x, start[name]) for name, x in now.items()}
-        grads, _sums = gradients(definition, state.params, run, dict(batch), 1)
+        centered = run._replace(reference=initial)
+        grads, _sums = gradients(definition, state.params, centered, dict(batch), 1)
         model = definition.model(state.params, factors.multiplier, factors.forward)
         stats = _activations(model, now, start, _read(batch), definition.tied_readout is not None)
-        stats |= _weights(definition, factors, initial, state.params, grads)
+        stats["change logits"] = along_targets(now["logits"] - start["logits"], batch)
+        read_now = _rows_read(definition, grads)
+        stats |= _weights(definition, factors, _Weights(initial, state.params, grads), rows_read, read_now)
+        # Rows that have been read so far: of those whose first gradient waits for a readout that starts at zero, too.
+        start |= {name: rows_read[name] | mask for name, mask in read_now.items()}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, factors=factors, hyper=run.hyper)
         new: Any = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, new, opt_state), start, stats
@@ -79,6 +102,7 @@ def program(
         # Of the first step they are what it computes itself.
         shapes = forward.eval_shape(initial, run.factors, batch)
         start = {name: jnp.zeros(of.shape, of.dtype) for name, of in shapes.items()}
+        start |= {name: jnp.zeros_like(mask) for name, mask in _rows_read(definition, initial).items()}
         for k in range(steps + 1):
             now = run._replace(hyper=run.hyper._replace(schedule=schedule[k]))
             state, start, each = step(state, initial, start, now, batch)
@@ -101,7 +125,7 @@ def _activations(model: Any, now: Arrays, start: Arrays, read: Batch, tied: bool
     With a readout tied to the embedding `logits` leaves out the input token's own, and `contact logit` is that one: at
     initialization a E_t . h / rms(h) with h = E_t + other terms is a sum of D squares, where every other logit is a sum of D
     products of either sign. It is D^1/2 times larger: of order one under `mup`, whose other logits vanish as D^-1/2, and
-    D^1/2 under `ntk`. `change logits` is of all of them: what training adds has one exponent.
+    D^1/2 under `ntk`.
     """
     out = {name: (by_layer if name in _BY_LAYER else rms)(x) for name, x in now.items()}
     if tied:
@@ -118,21 +142,80 @@ def _activations(model: Any, now: Arrays, start: Arrays, read: Batch, tied: bool
     return out
 
 
-def _weights(definition: Definition, factors: Factors, initial: Arrays, params: Arrays, grads: Arrays) -> Arrays:
-    """Per label the weight as it acts, multiplier included, its movement since initialization, and gradient over eps factor."""
-    acting, began = multiplied(params, factors.multiplier), multiplied(initial, factors.multiplier)
+class _Weights(NamedTuple):
+    """Parameters as they are stored, before the first step and now, and gradients of the loss."""
+
+    initial: Arrays
+    params: Arrays
+    grads: Arrays
+
+
+def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
+    """Return which rows of each looked-up table have a gradient, as bool [rows, 1], under the name "rows/PARAMETER".
+
+    The gradient tells it of every model: one of a user's own has no names that we know, and its token table may be read by
+    an encoder, a decoder or both. A row that the batch does not read has a gradient of exactly zero. A table that is also the
+    readout has a gradient in every row, and an optimizer moves every row: then all rows are judged.
+    """
+    read_by_table: Arrays = {}
+    for name, spec in definition.specs.items():
+        row_axes = [index for index, axis in enumerate(spec.axes) if axis in ROW_AXES]
+        if spec.role in LOOKED_UP and row_axes and not spec.fan_in and name in grads:
+            # The axis of layers keeps its size: blocks of a stack have tables of their own.
+            others = [i for i, axis in enumerate(spec.axes) if i not in row_axes and axis not in spec.copies]
+            read_by_table[f"rows/{name}"] = jnp.any(grads[name] != 0, axis=tuple(others), keepdims=True)
+    return read_by_table
+
+
+def _weights(
+    definition: Definition, factors: Factors, weights: _Weights, rows_read: Arrays, read_now: Arrays
+) -> Arrays:
+    """Return per label the weight as it acts, multiplier included, its movement, and its gradient over the eps factor.
+
+    Args:
+        definition: the model.
+        factors: of the preset.
+        weights: before the first step and now.
+        seen: rows that steps so far have read, by `_seen`'s names; movement is judged on these.
+        read_now: rows that have a gradient now.
+    """
+    acting = multiplied(weights.params, factors.multiplier)
+    began = multiplied(weights.initial, factors.multiplier)
     stats: Arrays = {}
     for name, label in groups.labels(definition.specs).items():
-        gradient = grads[name] / rows(factors.eps[name], grads[name])
-        columns = {"weight": acting[name], "movement": acting[name] - began[name], "gradient": gradient}
-        for what, array in columns.items():
-            stats[f"{what}/{label}"] = (by_layer if definition.specs[name].stacked else rms)(array)
+        gradient = weights.grads[name] / rows(factors.eps[name], weights.grads[name])
+        columns = {
+            "weight": (acting[name], None),
+            "movement": (acting[name] - began[name], rows_read.get(f"rows/{name}")),
+            "gradient": (gradient, read_now.get(f"rows/{name}")),
+        }
+        measure = by_layer if definition.specs[name].stacked else rms
+        for column, (array, where) in columns.items():
+            stats[f"{column}/{label}"] = measure(array, where)
     return stats
 
 
-def by_layer(x: jax.Array) -> jax.Array:
-    """Root mean square over all entries of every layer, which are the first axis: float32 [layers]."""
-    return jax.vmap(rms)(x)
+def along_targets(change: jax.Array, batch: Batch) -> jax.Array:
+    """Return how far the targets' logits rose above the mean of all, averaged over the targets that count: float32 [], positive.
+
+    Args:
+        change: of logits, [B, V] or [B, T, V].
+        batch: its targets and weights.
+    """
+    raised = jnp.take_along_axis(change, batch["targets"][..., None], axis=-1)[..., 0] - jnp.mean(change, axis=-1)
+    return jnp.abs(jnp.sum(raised * batch["weights"])) / jnp.sum(batch["weights"])
+
+
+def by_layer(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
+    """Return the root mean square of every layer, which are the first axis: float32 [layers].
+
+    Args:
+        x: of any shape.
+        where: as `rms` takes it, with the same first axis.
+    """
+    if where is None:
+        return jax.vmap(rms)(x)
+    return jax.vmap(rms)(x, where)
 
 
 def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
@@ -142,7 +225,12 @@ def rms(x: jax.Array, where: jax.Array | None = None) -> jax.Array:
         x: of any shape.
         where: of x's shape, or one that broadcasts to it.
     """
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), where=where))
+    squares = jnp.square(x.astype(jnp.float32))
+    if where is None:
+        return jnp.sqrt(jnp.mean(squares))
+    # A mask that is false everywhere gives 0, which is judged as frozen, and not 0 / 0.
+    mask = jnp.broadcast_to(where, squares.shape)
+    return jnp.sqrt(jnp.sum(squares, where=mask) / jnp.maximum(jnp.sum(mask), 1))
 
 
 def internals(model: Any, inputs: jax.Array, **extra: jax.Array) -> Arrays:

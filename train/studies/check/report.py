@@ -1,26 +1,24 @@
-"""A coordinate check as a person reads it (one line per observable), as JSON, and as a figure."""
+"""A coordinate check as a person reads it: the conclusion first, then one line per observable; and as JSON. `picture` draws it."""
 
 from __future__ import annotations
 
 import math
-import statistics
-import textwrap
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
+from mupax.train.studies.check.judge import Finding, passes
 
-from mupax.train.studies.check.check import Finding, passes
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _BY_ROLE = ("weight", "movement", "gradient")
-_PANEL_COLUMNS = 7
 _WIDE = 112
 """Columns of a terminal from which on intervals and bands fit in beside the verdict."""
 PASSING = "a slope passes where its 95 % interval over seeds meets the band that theory leaves to finite sizes"
-_BAND, _INK, _WRONG = "band that passes", "black", "#B00020"
-_STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
+
+
+class CheckFailure(AssertionError):
+    """A coordinate check that did not pass. Its text has a line per observable that failed."""
 
 
 def show(
@@ -29,8 +27,11 @@ def show(
     title: str,
     not_judged: Sequence[str] = (),
     blamed: Literal["role", "number"] = "role",
+    *,
+    subject: str = "",
+    following: Sequence[str] = (),
 ) -> None:
-    """One line per observable and step, worst first within what theory speaks of, and the verdicts.
+    """Print the conclusion, what to type next, and one line per observable and step, failures first.
 
     A console narrower than `_WIDE` has no intervals and bands: a slope cut off in the middle would be nothing.
 
@@ -40,9 +41,16 @@ def show(
         title: above the table.
         not_judged: observables that theory says nothing about.
         blamed: what comes behind the stroke of an observable: a parameter's role, or a number of the optimizer over a whole run.
+        subject: as `verdict_line` takes it.
+        following: sentences on what to type next.
     """
+    from rich.table import Table
+
+    console.print(verdict_line(findings, not_judged, blamed, subject))
+    for sentence in following:
+        console.print(sentence, highlight=False, markup=False)
     wide = console.width >= _WIDE
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+    table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 1))
     table.add_column("observable", no_wrap=True)
     for column in ("after", "slope", "95 %", "theory") if wide else ("after", "slope", "theory"):
         table.add_column(column, justify="left" if column == "95 %" else "right", no_wrap=True)
@@ -54,26 +62,75 @@ def show(
         if wide:
             band = f"{theory} (-{f.expected.below:.2f} +{f.expected.above:.2f})"
             cells = [f"{f.slope:+.2f}", f"[{f.low:+.2f}, {f.high:+.2f}]", band]
-        table.add_row(f.observable, after, *cells, f"[{colour}]{_words(f)}[/{colour}]")
+        table.add_row(f.observable, after, *cells, f"[{colour}]{verdict_words(f)}[/{colour}]")
     console.print(table)
     if not wide:
         console.print(f"{PASSING}; both are here from {_WIDE} columns on")
-    console.print(verdict_line(findings, not_judged, blamed))
 
 
-def _words(finding: Finding) -> str:
+def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
+    """Return the conclusion, and a line for each observable that failed: what, of which parameter, by how much.
+
+    Args:
+        findings: of the check.
+        not_judged: observables that theory says nothing about.
+    """
+    failed = [finding for finding in findings if not finding.ok]
+    lines = [_plain(verdict_line(findings, not_judged)), *(f"  {_sentence(finding)}" for finding in failed)]
+    return "\n".join(lines)
+
+
+def require(findings: Sequence[Finding]) -> None:
+    """Raise `CheckFailure`, whose message is `text(findings)`, unless every finding is as theory says.
+
+    Args:
+        findings: of the check.
+    """
+    if not passes(findings):
+        raise CheckFailure(text(findings))
+
+
+def _plain(line: str) -> str:
+    """Return the line without colours."""
+    from rich.text import Text
+
+    return Text.from_markup(line).plain
+
+
+def readable(observable: str) -> str:
+    """Return an observable's name as it is read: "movement of token_embedding" for movement/token_embedding."""
+    column, *parameter = observable.split("/")
+    return f"{column} of {', '.join(parameter)}" if parameter else column
+
+
+def _sentence(finding: Finding) -> str:
+    """Return what failed, after how many steps, what was measured and what theory allows."""
+    low = finding.expected.slope - finding.expected.below
+    high = finding.expected.slope + finding.expected.above
+    steps = "at the start" if finding.step == 0 else f"after {finding.step} step{'s' * (finding.step > 1)}"
+    measured = f"size^{finding.slope:+.2f} [{finding.low:+.2f}, {finding.high:+.2f}]"
+    allowed = f"theory {finding.expected.slope:+.2f}, allowed {low:+.2f} to {high:+.2f}"
+    return f"{readable(finding.observable)} {steps}: {measured}, {allowed}: {verdict_words(finding)}"
+
+
+def verdict_words(finding: Finding) -> str:
+    """Return the verdict on a finding and the roles that theory blames."""
     return finding.verdict + (f" through {', '.join(finding.roles)}" if finding.roles else "")
 
 
 def verdict_line(
-    findings: Sequence[Finding], not_judged: Sequence[str] = (), blamed: Literal["role", "number"] = "role"
+    findings: Sequence[Finding],
+    not_judged: Sequence[str] = (),
+    blamed: Literal["role", "number"] = "role",
+    subject: str = "",
 ) -> str:
-    """Both verdicts in a line: what gave a wrong program or table away, the roles whose own lines are wrong, what nothing was said of.
+    """Return both verdicts in a line: what gave a wrong program or table away, and the roles whose own lines are wrong.
 
     Args:
         findings: of the check.
         not_judged: observables that theory says nothing about.
         blamed: as in `show`.
+        subject: what was checked, as the beginning of a sentence: "mup follows its table as heads grow".
     """
     if not findings:
         return "[bold red]fails[/bold red]: nothing was measured that theory speaks of"
@@ -83,12 +140,13 @@ def verdict_line(
     parts += [f"the {table} itself is wrong: {_evidence(bad, blamed)}"] if bad else []
     unsaid = f"; not judged: {', '.join(not_judged)}" if not_judged else ""
     if not parts:
-        return f"[bold green]passes[/bold green]: all {len(findings)} observables as predicted{unsaid}"
+        about = f"{subject}: " if subject else ""
+        return f"[bold green]passes[/bold green]: {about}all {len(findings)} observables within theory{unsaid}"
     return f"[bold red]fails[/bold red]: {'; '.join(parts)}{unsaid}"
 
 
 def _evidence(bad: Sequence[Finding], blamed: str) -> str:
-    activations = dict.fromkeys(f"{f.observable} {_words(f)}" for f in bad if "/" not in f.observable)
+    activations = dict.fromkeys(f"{f.observable} {verdict_words(f)}" for f in bad if "/" not in f.observable)
     groups: dict[str, list[tuple[str, str]]] = {}
     for f in bad:
         what, *group = f.observable.split("/")
@@ -131,84 +189,6 @@ def to_json(findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequ
     }
     words = {name: "pass" if passed else "fail" for name, passed in verdicts.items()}
     return {**words, **about, "not_judged": list(not_judged), "observables": rows}
-
-
-def figure(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float], axis: str, title: str) -> None:
-    """Draw a small log-log panel per observable: a line per step, theory dashed with its band shaded, and a verdict in its title.
-
-    The title has the slope of the last step, or of the first that is wrong, its interval, and the slopes that pass.
-
-    Args:
-        path: of the picture.
-        findings: of a check.
-        sizes: that grew.
-        axis: their name.
-        title: above all.
-    """
-    from matplotlib.figure import Figure
-
-    # Activations first, then their changes, then what single weights do.
-    kinds = ("gradient", "movement", "weight", "update", "change")
-    observables = dict.fromkeys(f.observable for f in findings)
-    names = sorted(observables, key=lambda name: [name.startswith(kind) for kind in kinds])
-    rows = max(1, math.ceil(len(names) / _PANEL_COLUMNS))
-    drawn = Figure(figsize=(1.9 * _PANEL_COLUMNS, 1.95 * rows + 0.9), layout="constrained")
-    head = f"{title}: {'passes' if passes(findings) else 'fails'}"
-    drawn.suptitle(
-        f"{head}\n", x=0.01, ha="left", fontsize=11, fontweight="bold", color=_INK if passes(findings) else _WRONG
-    )
-    steps = {step: f"step {step}" for step in _STEP_COLOURS} if any(f.step for f in findings) else {0: "the whole run"}
-    panels = list(drawn.subplots(rows, _PANEL_COLUMNS, squeeze=False).flat)
-    for index, (panel, name) in enumerate(zip(panels, names, strict=False)):
-        _panel(panel, [f for f in findings if f.observable == name], sizes, steps)
-        if index + _PANEL_COLUMNS < len(names):
-            panel.set_xticklabels([])
-    for panel in panels[len(names) :]:
-        panel.set_visible(False)
-    lines = {str(line.get_label()): line for panel in panels for line in panel.get_lines()}
-    handles: list[Any] = [lines[label] for label in (*steps.values(), "theory") if label in lines]
-    if bands := [patch for panel in panels for patch in panel.collections if patch.get_label() == _BAND]:
-        handles.append(bands[0])
-    if handles:
-        drawn.legend(handles=handles, loc="lower right", ncols=len(handles), fontsize=8, frameon=False)
-    drawn.supxlabel(f"{axis}\n{PASSING}", x=0.01, ha="left", fontsize=8)
-    drawn.savefig(path, dpi=130)
-
-
-def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]) -> None:
-    """One observable at every step read."""
-    shown = next((f for f in findings if not f.ok), findings[-1])
-    low, high = shown.expected.slope - shown.expected.below, shown.expected.slope + shown.expected.above
-    style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
-    for f in findings:
-        panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=steps[f.step], **style)
-    if all(value > 0 for value in shown.values):
-        centre, middle = statistics.geometric_mean(shown.values), statistics.geometric_mean(sizes)
-        theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
-        panel.plot(sizes, theory, color="#555555", linewidth=0.8, linestyle=(0, (3, 2)), label="theory", zorder=0)
-        band = [[centre * (size / middle) ** slope for size in sizes] for slope in (low, high)]
-        panel.fill_between(sizes, *band, color="#DDDDDD", linewidth=0, label=_BAND, zorder=-1)
-    name = textwrap.fill(shown.observable.replace("/", ", "), 30, break_long_words=False)
-    slopes = f"{'✓' if shown.ok else '✗'} {shown.slope:+.2f} [{shown.low:+.2f}, {shown.high:+.2f}]"
-    verdict = "" if shown.ok else f"{shown.verdict} at step {shown.step}\n"
-    panel.set_title(
-        f"{name}\n{slopes}\n{verdict}passes from {low:+.2f} to {high:+.2f}",
-        fontsize=6.5,
-        color=_INK if shown.ok else _WRONG,
-    )
-    panel.set_xscale("log", base=2)
-    positive = [value for f in findings for value in f.values if value > 0]
-    if positive:
-        panel.set_yscale("log", base=2)
-        # What does not move should look as if it does not: no panel shows less than a factor of 16.
-        most, least = max(positive), min(positive)
-        centre, half = math.sqrt(most * least), max(4.0, 1.4 * math.sqrt(most / least))
-        panel.set_ylim(centre / half, centre * half)
-    panel.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
-    panel.tick_params(labelsize=5, length=2)
-    panel.minorticks_off()
-    panel.grid(color="#EEEEEE", linewidth=0.5)
-    panel.spines[["top", "right"]].set_visible(False)
 
 
 def _finite(value: float) -> float | None:

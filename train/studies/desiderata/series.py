@@ -78,7 +78,7 @@ def batch(model: ModelConfig, dimension: str) -> dict[str, np.ndarray]:
         model: of `grown`.
         dimension: that grows.
     """
-    few = {name: array[: 1 if dimension in OF_TOKENS else 2] for name, array in check.batch(model).items()}
+    few = {name: array[: 1 if dimension in OF_TOKENS else 2] for name, array in check.even_batch(model).items()}
     return few | ({"input_mask": np.ones_like(few["inputs"])} if model.denoises else {})
 
 

@@ -184,7 +184,8 @@ def test_a_wrong_rule_of_a_tied_table_is_caught(mutant, telltale):
 def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contradict_theory():
     """Why it is judged apart: E_t . E_t / D does not vanish, and one logit in 64 of order one outweighs 63 of D^-1/2."""
     right, sized = preset("mup"), series("head_dim", model=TIED)
-    alone = sized.measure(right, BATCH, SEEDS)
+    even = check.even_batch(check.smallest(TIED))
+    alone = sized.measure(right, even, SEEDS)
     rest, contact, vocab = alone["logits"], alone["contact logit"], 64
     rms = np.sqrt(((vocab - 1) * rest**2 + contact**2) / vocab)
     expected = theory.of(right, sized.definitions[0], sized.definitions[-1], "adam")
@@ -193,11 +194,11 @@ def test_control_with_the_contact_logit_among_them_the_logits_at_the_start_contr
         assert [f.agrees for f in findings] == [agrees], findings
     # Both are parts of what the model returns.
     first = sized.definitions[0]
-    factors, batch = resolve(right, first), check.batch(check.smallest(TIED))
+    factors = resolve(right, first)
     params = jax.jit(functools.partial(first.initialize, draw=normals))(0, init_stds(right, first))
-    logits = np.asarray(jax.jit(first.apply)(params, factors.multiplier, factors.forward, batch["inputs"]))
+    logits = np.asarray(jax.jit(first.apply)(params, factors.multiplier, factors.forward, even["inputs"]))
     assert np.sqrt(np.mean(logits**2)) == pytest.approx(rms[0, 0, 0], rel=1e-3)
-    own = np.take_along_axis(logits, batch["inputs"][..., None], axis=-1)
+    own = np.take_along_axis(logits, even["inputs"][..., None], axis=-1)
     assert np.sqrt(np.mean(own**2)) == pytest.approx(contact[0, 0, 0], rel=1e-3)
 
 
@@ -352,7 +353,8 @@ def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_
 
     monkeypatch.setattr(observables, "program", compiled)
     out, figure = tmp_path / "check.json", tmp_path / "check.png"
-    words = ["check", "lm-proxy", "--grow", "head_dim", "--sizes", "3", "--seeds", "2", "--json", str(out)]
+    inputs = ["--model.vocab-size", "64", "--model.seq-len", "16"]  # of the programs above
+    words = ["check", "lm-proxy", "--grow", "head_dim", "--sizes", "3", "--seeds", "2", "--json", str(out), *inputs]
     for name, code in (("mup", 0), ("sp", 1)):  # both are measured by the same programs
         assert main([*words, "--preset", name, "--figure", str(figure)]) == code
         record = json.loads(out.read_text())

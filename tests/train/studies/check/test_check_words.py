@@ -12,8 +12,10 @@ import pytest
 
 from mupax import presets
 from mupax.train.__main__ import main
+from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check
 from mupax.zoo import configs
+from mupax.zoo.definition import definition
 from scripts.check import theory_and_measurement
 
 
@@ -24,6 +26,7 @@ from scripts.check import theory_and_measurement
         (["check", "--preset", "mupp"], "mup"),
         (["check", "--grow", "deepness"], "depth"),
         (["check", "--sizes", "1"], "--sizes"),
+        (["check", "--sizes", "2"], "--sizes 3"),
         (["check", "--grow", "mlp"], "mlp x8"),
         (["check", "--grow", "kv_heads", "--optimizer", "sgd"], "kv_heads x8"),
     ],
@@ -45,6 +48,31 @@ def test_a_dry_run_of_key_heads_foretells_what_the_check_measures(capsys):
     # The control: a size of which an output does grow by theory.
     assert main(["check", "lm-proxy", "--preset", "sp", "--grow", "heads", "--dry-run"]) == 0
     assert re.search(r"change logits after 1: theory says \+[\d.]+, explodes", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["lm-tiny"], "lm-tiny: vocabulary 256, context 128, width 64 to 256, depth 2"),
+        (["lm-tiny", "--model.vocab-size", "65536"], "lm-tiny: vocabulary 65,536, context 16, width 64 to 256, depth 2; "
+         "context 16 in place of 128 (--model.seq-len 128 keeps it)"),
+        (["gpt2"], "vocabulary 32768 in place of 50257 (--model.vocab-size 50257 keeps it); "
+         "context 64 in place of 1024 (--model.seq-len 1024 keeps it)"),
+        (["vit-s16"], "image size 8 in place of 224 (--model.image-size 224 keeps it)"),
+    ],
+)  # fmt: skip
+def test_the_first_line_says_what_was_made_smaller(words, line, capsys):
+    assert main(["check", *words, "--preset", "mup", "--sizes", "3", "--dry-run"]) == 0
+    assert line in capsys.readouterr().out.splitlines()[0]
+
+
+def test_python_refuses_what_two_sizes_cannot_decide():
+    models = [definition(config) for config in check.grow(configs.get("lm-proxy"), "heads", 2)]
+    adam = OptimizerConfig(name="adam", peak_lr=1e-3, schedule="constant")
+    mup = presets.get("mup", base=models[0].sizes)
+    for few in (models[:1], models):
+        with pytest.raises(presets.PresetError, match="give study"):
+            check.study(few, mup, adam, {})
 
 
 def test_a_model_from_outside_the_zoo_passes():

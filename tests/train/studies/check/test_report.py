@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from mupax.train.studies.check import report
+from mupax.train.studies.check import picture, report
 from mupax.train.studies.check.judge import Finding
 from mupax.train.studies.check.theory import Expected
 
@@ -48,12 +49,10 @@ def test_intervals_and_bands_are_there_where_they_fit() -> None:
     assert " ".join(printed(80).split()).count(report.PASSING) == 1
 
 
-def test_the_picture_has_a_verdict_and_what_passes_in_every_panel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_panels_have_a_verdict_and_what_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    report.figure(tmp_path / "check.png", FINDINGS, [1.0, 2.0], "width / smallest", "lm-proxy under mup")
+    picture.panels(tmp_path / "check.png", FINDINGS, [1.0, 2.0], "width / smallest", "lm-proxy under mup")
     (figure,) = drawn
     titles = {panel.get_title() for panel in figure.axes if panel.get_title()}
     assert titles == {
@@ -64,5 +63,45 @@ def test_the_picture_has_a_verdict_and_what_passes_in_every_panel(
     assert figure.get_suptitle().strip() == "lm-proxy under mup: fails"
     assert report.PASSING in figure.get_supxlabel()
     assert all(
-        report._BAND in {patch.get_label() for patch in panel.collections} for panel in figure.axes if panel.get_title()
+        picture._BAND in {patch.get_label() for patch in panel.collections}
+        for panel in figure.axes
+        if panel.get_title()
     )
+
+
+def test_the_picture_has_a_row_of_every_observable_and_failures_on_top(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    picture.figure(tmp_path / "check.png", FINDINGS, "width", "lm-proxy under mup")
+    (figure,) = drawn
+    (panel,) = figure.axes
+    labels = [label.get_text() for label in panel.get_yticklabels()]
+    assert labels == ["update attention", "update query", "block.norm_gain, attention_norm"]
+    colours = [label.get_color() for label in panel.get_yticklabels()]
+    assert colours == [picture._WRONG, "black", "black"]
+    assert "fails: 1 of 3 observables" in [text.get_text() for text in figure.texts]
+    assert "+1.24 explodes" in [text.get_text() for text in panel.texts]
+
+
+@pytest.mark.core
+def test_python_is_told_what_failed_of_which_parameter() -> None:
+    off = dataclasses.replace(FINDINGS[0], base=0.62)
+    with pytest.raises(
+        report.CheckFailure, match=r"movement of block\.norm_gain, attention_norm after 1 step"
+    ) as failure:
+        report.require([off, FINDINGS[1]])
+    assert "0.62 times at the smallest size" in str(failure.value)
+    assert "update query" not in str(failure.value)
+    report.require(FINDINGS[:2])
+    assert report.text(FINDINGS[:2]) == "passes: all 2 observables within theory"
+
+
+@pytest.mark.core
+def test_the_conclusion_comes_before_the_table() -> None:
+    console = Console(file=io.StringIO(), width=160)
+    report.show(console, FINDINGS[:2], "a title", subject="mup follows its table", following=["next: mupax"])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[:2] == ["passes: mup follows its table: all 2 observables within theory", "next: mupax"]
+    assert "a title" in lines[3]

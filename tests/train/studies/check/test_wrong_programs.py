@@ -218,24 +218,24 @@ def test_wrong_words_get_the_nearest(words: list[str], text: str, capsys: pytest
 
 @pytest.mark.core
 def test_a_recipe_brings_its_model_and_flags_change_it(capsys: pytest.CaptureFixture[str]):
-    assert main(["check", "vit-digits", "--dry-run", "--sizes", "2"]) == 0
+    assert main(["check", "vit-digits", "--dry-run", "--sizes", "3"]) == 0
     out = capsys.readouterr().out
     assert "movement/patch_embedding after 1" in out
     assert "norm_gain/block" not in out
-    words = ["--model.qk-norm", "--model.depth", "5", "--model.num-kv-heads", "1", "--grow", "heads", "--sizes", "2"]
+    words = ["--model.qk-norm", "--model.depth", "5", "--model.num-kv-heads", "1", "--grow", "heads", "--sizes", "3"]
     assert main(["check", "lm-tiny", "--dry-run", "--optimizer", "sgd", *words]) == 0
     out = capsys.readouterr().out
     assert "width 64, 4 heads of 16, depth 5" in out
     assert "gradient/block.query.norm_gain after 0" in out
     # A recipe's own preset: u-mup's numbers for lm-tiny would be absolute, mup's are those of the flags' default.
-    assert main(["check", "bordelon-lm", "--dry-run", "--sizes", "2", "--grow", "depth"]) == 0
+    assert main(["check", "bordelon-lm", "--dry-run", "--sizes", "3", "--grow", "depth"]) == 0
     assert "change residual after 1: theory says +0.00\n" in capsys.readouterr().out
 
 
 @pytest.mark.core
 def test_constants_of_groups_change_no_expectation(capsys: pytest.CaptureFixture[str]):
     words, tuned = (
-        ["check", "lm-proxy", "--dry-run", "--sizes", "2"],
+        ["check", "lm-proxy", "--dry-run", "--sizes", "3"],
         ["--preset.rates.readout", "4", "--preset.stds.query=2"],
     )
     shown = []
@@ -262,7 +262,7 @@ def test_lazy_fails_and_is_accepted_by_a_flag(
                 instances.append(self)
 
     monkeypatch.setattr(check, "Series", Once)
-    words = ["check", "lm-tiny", "--preset", "ntk", "--grow", "heads", "--sizes", "2", "--seeds", "2", *SMALL]
+    words = ["check", "lm-tiny", "--preset", "ntk", "--grow", "heads", "--sizes", "3", "--seeds", "2", *SMALL]
     out = tmp_path / "check.json"
     assert main([*words, "--json", str(out)]) == 1
     shown = capsys.readouterr().out
@@ -272,5 +272,5 @@ def test_lazy_fails_and_is_accepted_by_a_flag(
     assert {o["verdict"] for o in row["observables"] if not o["ok"]} == {"lazy"}
     assert main([*words, "--accept", "lazy"]) == 0
     shown = capsys.readouterr().out
-    assert "passes: all" in shown
+    assert "passes: ntk follows its table as heads grow" in shown
     assert "by its source the preset lets features go as -0.50" in shown

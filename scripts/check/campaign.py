@@ -1,0 +1,243 @@
+"""Right presets, and wrong rules, by the coordinate check at the vocabularies and contexts of real models.
+
+    python -m scripts.check.campaign [--tasks N] [--only structures mutants own]
+
+Writes docs/check-campaign.json, a series of models at a time, and the page docs/structures.md. Type the same command again to go
+on: what the file holds is not run again. Series are run in an order drawn once from a fixed seed, so that whatever is there when it
+is stopped is a random sample of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import random
+import time
+from typing import Any
+
+import jax
+
+from mupax import presets
+from mupax.presets.optimizers import OPTIMIZERS
+from mupax.train.config.run import OptimizerConfig
+from mupax.train.studies.check import check, theory
+from mupax.train.studies.check.judge import Finding
+from mupax.zoo.definition import definition
+from mupax.zoo.transformer import TransformerConfig
+from scripts import ROOT
+from scripts.check import own_models
+from scripts.check.mutants import COLUMNS, Mutant
+from scripts.check.mutation_suite import STUDIES, Suite
+from scripts.check.wrong_tables import LM, MENDING, MODELS
+
+RECORD = ROOT / "docs" / "check-campaign.json"
+COMMAND = "python -m scripts.check.campaign"
+SIZES, SEEDS = 3, 3
+"""As `mupax train check --sizes 3 --seeds 3`, with all ten of its steps."""
+INPUTS = ((2048, 64), (256, 512), (32000, 16))
+"""Vocabulary and context of every language structure."""
+LARGEST = (32000, 512)
+"""Those of one structure of each kind, growing heads under mup."""
+RIGHT = {
+    "head_dim": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup"),
+    "heads": ("mup", "mup-half", "depth-mup", "completep", "spectral", "u-mup", "ntk", "hybrid", "maximal-update"),
+    "depth": ("depth-mup", "completep", "u-mup"),
+}
+"""What grows, and the presets whose tables keep everything as it is then, or as their source wants it."""
+OTHERS: dict[str, TransformerConfig] = {
+    **MENDING,
+    "lm, experts": dataclasses.replace(LM, experts=4),
+    "lm, experts, shared": dataclasses.replace(LM, experts=4, shared_experts=1),
+}
+"""Encoder-decoders and experts, which have rules in fewer presets."""
+OTHERS_RIGHT = {"head_dim": ("mup",), "heads": ("mup",), "depth": ("depth-mup",), "experts": ("mup",)}
+GOAL = {"block.query": 0.5, "block.key": 0.5}
+"""Power of the width that a wrong rule is wrong by; 1/4 in other groups."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A series of models that share their compiled programs, and the rules that are tried on it.
+
+    Attributes:
+        kind: structures, mutants or own.
+        model: of `MODELS`, `OTHERS` or `own_models.OWN_MODELS`.
+        grow: what grows.
+        inputs: vocabulary and context; None for images, and for models that have their own.
+        rules: presets, or the column that is wrong.
+    """
+
+    kind: str
+    model: str
+    grow: str
+    inputs: tuple[int, int] | None
+    rules: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """Name in the record."""
+        inputs = "" if self.inputs is None else f" {self.inputs[0]}x{self.inputs[1]}"
+        return f"{self.kind}: {self.model}{inputs} growing {self.grow}"
+
+
+def tasks() -> list[Task]:
+    """Return all series in the order in which they are run: drawn from a fixed seed."""
+    listed: list[Task] = []
+    for grow, names in RIGHT.items():
+        for model in MODELS:
+            # u-mup has no rule for a tied table.
+            rules = tuple(name for name in names if not (name == "u-mup" and "tied" in model))
+            if MODELS[model].task == "images":
+                listed.append(Task("structures", model, grow, None, rules))
+            else:
+                listed += [Task("structures", model, grow, inputs, rules) for inputs in INPUTS]
+    language = [model for model in MODELS if MODELS[model].task == "tokens"]
+    listed += [Task("structures", model, "heads", LARGEST, ("mup",)) for model in language]
+    for grow, names in OTHERS_RIGHT.items():
+        for model, config in OTHERS.items():
+            if grow != "experts" or config.experts is not None:
+                listed.append(Task("structures", model, grow, INPUTS[0], names))
+    listed += [Task("own", model, "width", None, ("mup",)) for model in own_models.OWN_MODELS]
+    listed += [Task("mutants", "decoder", "head_dim", inputs, COLUMNS) for inputs in INPUTS]
+    listed += [Task("mutants", "tied decoder", "head_dim", inputs, COLUMNS) for inputs in INPUTS]
+    random.Random(37).shuffle(listed)
+    return listed
+
+
+def run(task: Task) -> list[dict[str, Any]]:
+    """Return a row per rule that is tried on the series."""
+    if task.kind == "mutants":
+        return _mutants(task)
+    if task.kind == "own":
+        return _own(task)
+    return _structures(task)
+
+
+def _structures(task: Task) -> list[dict[str, Any]]:
+    model = MODELS.get(task.model) or OTHERS[task.model]
+    keeps: set[str] = set()
+    if task.inputs is not None:
+        vocabulary, context = task.inputs
+        keeps = {"vocab_size", "seq_len", "target_len"}
+        model = dataclasses.replace(model, vocab_size=vocabulary, seq_len=context)  # pyright: ignore[reportCallIssue]
+    grown = check.grow(model, task.grow, SIZES, keeps)
+    definitions = [definition(config) for config in grown]
+    series = check.Series(definitions, _adam())
+    batch, rows = check.batch(grown[0]), []
+    for name in task.rules:
+        base = None if presets.get(name).baseless else grown[0].base_sizes()
+        preset = presets.get(name, base=base)
+        accept = (theory.LAZY,) if "features" in preset.vanishing else ()
+        expected = theory.of(preset, definitions[0], definitions[-1], "adam", accept=accept)
+        findings = check.judge(series.measure(preset, batch, SEEDS), [2.0**i for i in range(SIZES)], expected)
+        rows.append({"rule": name, **_judged(findings)})
+    return rows
+
+
+def _own(task: Task) -> list[dict[str, Any]]:
+    model = own_models.OWN_MODELS[task.model]
+    definitions = model.definitions()
+    findings = check.study(definitions, own_models.right(definitions), _adam(), model.batch(), SEEDS)
+    return [{"rule": "mup", **_judged(findings)}]
+
+
+def _mutants(task: Task) -> list[dict[str, Any]]:
+    """Return the right rule's row, which must pass, and one per wrong rule, which must not."""
+    study = next(study for study in STUDIES if study.name == f"{task.model}, Adam")
+    assert task.inputs is not None
+    vocabulary, context = task.inputs
+    changes = {**study.changes, "vocab_size": vocabulary, "seq_len": context}
+    suite = Suite(dataclasses.replace(study, changes=changes), (0, 2))
+    rows = [{"rule": "right", **_judged(suite.right(SEEDS))}]
+    groups = list(dict.fromkeys(mutant.group for mutant in suite.mutants()))
+    for group in groups:
+        for column in task.rules:
+            if task.model == "tied decoder" and group == "readout" and column != "multiplier":
+                continue  # a tied readout has a multiplier and nothing else to get wrong
+            outcome = suite.run(Mutant(group, column, GOAL.get(group, 0.25)), SEEDS)
+            rows.append({"rule": f"{group} {column}", "caught": outcome.by is not None, "by": outcome.by})
+    return rows
+
+
+def _adam() -> OptimizerConfig:
+    return OptimizerConfig(name="adam", peak_lr=OPTIMIZERS["adam"].check_lr, schedule="constant", eps=1e-12)
+
+
+def _judged(findings: list[Finding]) -> dict[str, Any]:
+    failed = [
+        f"{f.observable} @{f.step} {f.verdict} ({f.slope:+.2f}, theory {f.expected.slope:+.2f})"
+        for f in findings
+        if not f.ok
+    ]
+    return {"passes": check.passes(findings), "observables": len(findings), "failed": failed}
+
+
+def main() -> None:
+    """Run the series that the record does not hold, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=None, help="how many series at most (all)")
+    parser.add_argument("--only", nargs="+", choices=["structures", "mutants", "own"], help="kinds (all)")
+    args = parser.parse_args()
+    record = recorded()
+    todo = [task for task in tasks() if task.key not in record and (args.only is None or task.kind in args.only)]
+    for task in todo[: args.tasks]:
+        started = time.process_time()
+        rows = run(task)
+        seconds = round(time.process_time() - started)
+        record[task.key] = {**dataclasses.asdict(task), "cpu_s": seconds, "rows": rows}
+        RECORD.write_text(_json(record))
+        bad = [row["rule"] for row in rows if not row.get("passes", row.get("caught"))]
+        print(f"{task.key}: {len(rows)} rules, {seconds} s, not as they should be: {bad or 'none'}", flush=True)
+    from scripts.check import structures
+
+    structures.PAGE.write_text(structures.markdown(structures.rows_of_file()))
+
+
+def recorded() -> dict[str, dict[str, Any]]:
+    """Return what was measured, by the key of its task."""
+    return json.loads(RECORD.read_text())["tasks"] if RECORD.exists() else {}
+
+
+def _json(record: dict[str, dict[str, Any]]) -> str:
+    """Return JSON with a line per series."""
+    about = {"command": COMMAND, "versions": {"python": platform.python_version(), "jax": jax.__version__}}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in record.items())
+    return json.dumps(about)[:-1] + f', "tasks": {{\n{lines}\n}}}}\n'
+
+
+def lines() -> list[str]:
+    """Return the page's section on what was measured so far."""
+    record, listed = recorded(), tasks()
+    page = [
+        "## Vocabularies and contexts of real models",
+        "",
+        f"The same with all ten steps of the command, {SIZES} sizes and {SEEDS} seeds, at other vocabularies and contexts. Made by",
+        f"`{COMMAND}`, which runs series in an order drawn from a fixed seed and goes on where it was stopped. So far",
+        f"{len(record)} of {len(listed)} series.",
+        "",
+        "| kind | vocabulary, context | series | checks | as they should be |",
+        "|---|---|---|---|---|",
+    ]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for task in record.values():
+        inputs = f"{task['inputs'][0]:,}, {task['inputs'][1]}" if task["inputs"] else "the model's own"
+        groups.setdefault((task["kind"], inputs), []).append(task)
+    names = {"structures": "right presets", "own": "right presets, a user's models", "mutants": "wrong rules"}
+    wrong: list[str] = []
+    for (kind, inputs), own in sorted(groups.items()):
+        rows = [row for task in own for row in task["rows"]]
+        good = [row for row in rows if row.get("passes", row.get("caught"))]
+        page.append(f"| {names[kind]} | {inputs} | {len(own)} | {len(rows)} | {len(good)} |")
+        wrong += [
+            f"- {task['kind']}, {task['model']}, {inputs}, growing {task['grow']}: {row['rule']} {'; '.join(row.get('failed', ['not caught']))}"
+            for task in own
+            for row in task["rows"]
+            if not row.get("passes", row.get("caught"))
+        ]  # fmt: skip
+    return [*page, "", "Not as they should be:", "", *(wrong or ["None."])]
+
+
+if __name__ == "__main__":
+    main()
