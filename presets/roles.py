@@ -271,7 +271,6 @@ def block_matrix(role: Role, axes: tuple[str, ...], fan_in: tuple[str, ...], sha
     """Return the declaration of a matrix of the residual stack, one of which every layer has.
 
     Args:
-        role: of the matrix.
         axes: logical axes of one layer's.
         fan_in: those of them that it sums over.
         shared: growing axes along which it is broadcast (`ParamSpec.shared`).

@@ -172,7 +172,6 @@ def table_eps(spec: ParamSpec, alpha_l: float | None) -> Power | None:
     """Return Adam's eps by Table 2 of 2601.20205, relative to the base; None for a parameter that it does not name.
 
     Args:
-        spec: of the parameter.
         alpha_l: branches scale as L^-alpha_l, 1 in the paper; None is no depth rule.
     """
     depth = ONE if alpha_l is None else L**-alpha_l

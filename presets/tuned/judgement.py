@@ -27,7 +27,6 @@ def judge(value: float | None, low: float | None, high: float | None) -> Verdict
     Args:
         value: the estimate, in octaves per doubling; None or nan where nothing could be fitted.
         low: lower end of its 95 % interval; None or an infinity where nothing bounds it.
-        high: its upper end.
     """
     if value is None or low is None or high is None or not math.isfinite(value):
         return "undecided"

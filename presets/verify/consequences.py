@@ -62,8 +62,6 @@ def together(
     Args:
         reference: whose numbers stand where the dumps say nothing.
         differences: those of the findings.
-        line: what grows.
-        family: of the optimizer.
     """
     before = _judged(reference.preset, line, family)
     after = _judged(_with(reference.preset, [d for d in differences if d.slope is not None], line), line, family)
@@ -76,8 +74,6 @@ def of_preset(preset: Preset, line: Line, family: Family) -> list[tuple[str, Ent
 
     Args:
         preset: that the dumps are held against.
-        line: what grows.
-        family: of the optimizer.
     """
     rows = _judged(preset, line, family)
     return _sorted({row: e for row, e in rows.items() if e.verdict in SEVERE and abs(e.exponent) > UNEVEN})

@@ -56,8 +56,6 @@ def consequences_of_all(reference: Reference, line: Line, family: Family) -> lis
 
     Args:
         reference: the dumps against a preset.
-        line: what grows.
-        family: of the optimizer.
     """
     wrong = [d for d in reference.differences if d.wrong and not _fades(d)]
     slower = {d.name for d in wrong if d.quantity == "rate"}
@@ -204,7 +202,8 @@ def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, l
         )  # fmt: skip
     severity, why = _severity(first, reference)
     if what == "multiplier":
-        severity, why = "fault", ""
+        severity = "fault"
+        why = ""
     difference = dataclasses.replace(first, quantity="rate") if first.name == TIED and what == "multiplier" else first
     worst = max(
         (
@@ -216,7 +215,8 @@ def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, l
     role = _together([d for d, _ in members])
     if worst is not None and worst[1].verdict == "explodes":
         # A source that has it so has it for another optimizer or another growth.
-        severity, why = "fault", ""
+        severity = "fault"
+        why = ""
     return Finding(
         severity=severity, names=names, role=role, what=what, slope=first.slope, target=first.target,
         consequence=consequence(first, what, worst, line), remedy=remedy(first, what, line), why=why,

@@ -58,7 +58,8 @@ def check_widths(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]], 
         # Sizes in pairs: 64 beside 256 is the width of both, and 256 beside 256 may be a vocabulary.
         dimensions = {pair for in_files in blocks for pair in zip(in_files[0], in_files[index], strict=True)}
         for name in tables if dimensions else ():
-            first, other = shapes[name][0], shapes[name][index]
+            first = shapes[name][0]
+            other = shapes[name][index]
             if (first[-1], other[-1]) not in dimensions:
                 raise PresetError(
                     f"{name} has the shape {list(first)} in {sources[0]} and {list(other)} in {sources[index]}, and no "

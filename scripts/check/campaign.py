@@ -34,7 +34,8 @@ from scripts.check.wrong_tables import LM, MENDING, MODELS
 
 RECORD = ROOT / "docs" / "check-campaign.json"
 COMMAND = "python -m scripts.check.campaign"
-SIZES, SEEDS = 3, 3
+SIZES = 3
+SEEDS = 3
 """As `mupax train check --sizes 3 --seeds 3`, with all ten of its steps."""
 INPUTS = ((2048, 64), (256, 512), (32000, 16))
 """Vocabulary and context of every language structure."""
@@ -125,7 +126,8 @@ def _structures(task: Task) -> list[dict[str, Any]]:
     grown = check.grow(model, task.grow, SIZES, keeps)
     definitions = [definition(config) for config in grown]
     series = check.Series(definitions, _adam())
-    batch, rows = check.batch(grown[0]), []
+    batch = check.batch(grown[0])
+    rows = []
     for name in task.rules:
         base = None if presets.get(name).baseless else grown[0].base_sizes()
         preset = presets.get(name, base=base)
@@ -209,7 +211,8 @@ def _json(record: dict[str, dict[str, Any]]) -> str:
 
 def lines() -> list[str]:
     """Return the page's section on what was measured so far."""
-    record, listed = recorded(), tasks()
+    record = recorded()
+    listed = tasks()
     page = [
         "## Vocabularies and contexts of real models",
         "",

@@ -20,7 +20,9 @@ from mupax.presets import ParamSpec, Preset, Role
 from mupax.zoo.definition import Definition, define
 from scripts import ROOT
 
-VOCAB, CONTEXT, HEADS = 1024, 32, 4
+VOCAB = 1024
+CONTEXT = 32
+HEADS = 4
 _MIXER = runpy.run_path(str(ROOT / "docs" / "mixer.py"))
 WIDTHS = (64, 128, 256)
 

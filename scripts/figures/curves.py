@@ -187,11 +187,8 @@ def draw_losses(
     """Draw loss curves, means over seeds, against steps or training FLOPs.
 
     Args:
-        axes: panel.
-        axis: that grows.
         of_axis: sizes and losses along it.
         compute: whether x is training FLOPs.
-        style: of the lines.
         suffix: behind a size in the legend.
         alpha: opacity of the lines.
     """

@@ -145,7 +145,6 @@ class Study:
     """Settings that a cell's arms have so far.
 
     Args:
-        work: trains its points.
         tuning: seconds that the search at the base took.
         settings: label of an arm to its setting at every size, the base first.
     """

@@ -95,8 +95,6 @@ def write(path: Path, cell: Cell, arms: Mapping[str, Sequence[RateCurve]]) -> No
     """Write the curves of a cell as JSON.
 
     Args:
-        path: of the file.
-        cell: that was measured.
         arms: label of an arm to its curves.
     """
     rows = {label: [dataclasses.asdict(curve) for curve in curves] for label, curves in arms.items()}
@@ -114,7 +112,6 @@ def draw(path: Path, left: Sequence[RateCurve], right: Sequence[RateCurve]) -> N
     """Write a PNG of two panels on one scale.
 
     Args:
-        path: of the picture.
         left: curves of `mup`, whose constants are those of the smallest size.
         right: curves of `sp`, whose other constants were searched at every size.
     """

@@ -217,9 +217,7 @@ def outcomes(cell: Cell, drift: float | None, trials: int, seeds: int, max_seeds
     """Simulate studies, and return how often each verdict fell and how often the intervals held the truth.
 
     Args:
-        cell: whose noise.
         drift: of all of them; each its own between -0.5 and 0.5 where it is None.
-        trials: number of studies.
         seeds: at every rate.
         max_seeds: near the minima.
     """
@@ -256,7 +254,8 @@ def _price_is_covered(cell: Cell, analysis: Analysis, losses: Losses) -> bool:
 
 def simulated(cell: Cell, trials: int) -> dict[str, Any]:
     """Return all that is counted of one cell."""
-    first, last = SEEDS[0], SEEDS[-1]
+    first = SEEDS[0]
+    last = SEEDS[-1]
     return {
         **dataclasses.asdict(cell),
         "noise": cell.noise,

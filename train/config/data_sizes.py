@@ -202,9 +202,7 @@ def _as_recorded(config: Config, recorded: Mapping[str, Any], data_name: str, wa
     """Return the config with the sizes of a recorded run, and with its pixels where an older version recorded them.
 
     Args:
-        config: of the recipe.
         recorded: config of the run, as JSON.
-        data_name: of the run.
         was_chosen: whether the recipe may have been chosen for the folder; a run that was goes on as recorded.
     """
     from mupax.train.config.record import pixels_from_json

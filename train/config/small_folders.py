@@ -20,17 +20,22 @@ MOST_IMAGES = 20_000
 """Training images of the largest folder that is small."""
 RECIPES = ("vit-digits", "vit-endless", "vit-fashion")
 """Recipes of a laptop, made for other images, in whose place one is chosen for a small folder."""
-MODEL, BASE = "vit-folder", "vit-folder-proxy"
-"""Model of the recipe, and what its preset is relative to."""
-_TINY_SIDE, _SMALL_SIDE, _LARGE_SIDE = 16, 40, 32
-_EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 25, 300, 2_000
+MODEL = "vit-folder"
+BASE = "vit-folder-proxy"
+"""Model that the preset of the recipe is relative to."""
+_TINY_SIDE = 16
+_SMALL_SIDE = 40
+_LARGE_SIDE = 32
+_EPOCHS = 25
+_FEWEST_STEPS = 300
+_MOST_STEPS = 2_000
 _LEAST_SIDE = 4
 _BATCH = 64
 _JITTER = 0.4
 
 
 class FolderFacts(NamedTuple):
-    """What a recipe is chosen by."""
+    """Sizes of a folder of images, by which its recipe is chosen."""
 
     images: int
     """Images to train on."""
@@ -42,7 +47,7 @@ class FolderFacts(NamedTuple):
 
 
 class FolderRecipe(NamedTuple):
-    """What is chosen for a folder."""
+    """Fields of a run that are chosen for a folder."""
 
     image_size: int
     patch_size: int
@@ -64,13 +69,16 @@ def choose(facts: FolderFacts) -> FolderRecipe | None:
     if facts.images > MOST_IMAGES:
         return None
     if facts.side <= _TINY_SIDE:
-        patch_size, stem = 2, 2
+        patch_size = 2
+        stem = 2
         side = max(facts.side, _LEAST_SIDE)
     elif facts.side <= _SMALL_SIDE:
-        patch_size, stem = 4, 3
+        patch_size = 4
+        stem = 3
         side = facts.side
     else:
-        patch_size, stem = 8, 3
+        patch_size = 8
+        stem = 3
         side = _LARGE_SIDE
     steps = _EPOCHS * facts.images // _BATCH
     return FolderRecipe(
@@ -97,8 +105,6 @@ def recipe_config(recipe: FolderRecipe, facts: FolderFacts, name: str, data_name
     """Return the run of a chosen recipe.
 
     Args:
-        recipe: for the folder.
-        facts: of the folder.
         name: of the recipe that the user wrote, which names the run.
         data_name: images:FOLDER.
     """

@@ -41,7 +41,8 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         self.config = config
         init = Init(config, rngs)
-        self.patch, self.patch_bias = init.maybe("patch"), init.maybe("patch_bias")
+        self.patch = init.maybe("patch")
+        self.patch_bias = init.maybe("patch_bias")
         self.stem = _stem(config, init)
         self.cls, self.position = init.maybe("cls"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
@@ -71,7 +72,8 @@ class ViT(nnx.Module):
         if self.stem is not None:
             return self.stem(images_BHWC).reshape(batch, -1, self.config.width)
         assert self.patch is not None
-        grid, patch = size // self.config.patch_size, self.config.patch_size
+        grid = size // self.config.patch_size
+        patch = self.config.patch_size
         x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
         x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
         h_BPD = project(x_BPI, self.patch[...])

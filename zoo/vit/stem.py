@@ -15,7 +15,9 @@ class Stem(nnx.Module):
 
     def __init__(self, config: ViTConfig, init: Init) -> None:
         self.config = config
-        self.first, self.second, self.third = init.param("first"), init.param("second"), init.maybe("third")
+        self.first = init.param("first")
+        self.second = init.param("second")
+        self.third = init.maybe("third")
         self.first_norm = Norm(config.norm, init.scope("first_norm"), config.norm_eps, "gelu")
         self.second_norm = Norm(config.norm, init.scope("second_norm"), config.norm_eps, "gelu")
         third_norm = Norm(config.norm, init.scope("third_norm"), config.norm_eps, "gelu")

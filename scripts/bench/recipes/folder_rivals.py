@@ -129,7 +129,11 @@ def _gradients(x: np.ndarray) -> np.ndarray:
     along = np.gradient(grey, axis=2)
     size = np.hypot(down, along)
     direction = np.floor(np.mod(np.arctan2(down, along), np.pi) / np.pi * 9).clip(0, 8)
-    cells = 4 if grey.shape[1] < 16 else 7 if grey.shape[1] % 7 == 0 else 8
+    cells = 8
+    if grey.shape[1] < 16:
+        cells = 4
+    elif grey.shape[1] % 7 == 0:
+        cells = 7
     side = grey.shape[1] // cells * cells
     width = side // cells
     rows = []
@@ -149,7 +153,6 @@ def network(
     AdamW, batch norm, label smoothing, random shifts and, of images in colour, mirroring.
 
     Args:
-        images: of the folder.
         seconds: CPU seconds of the process.
         seed: of weights, order and augmentation.
         width: channels of the first stage; those of the next are twice and four times as many.
@@ -164,7 +167,8 @@ def network(
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     classes = int(images.train_y.max()) + 1
-    side, channels = images.train_x.shape[1], images.train_x.shape[3]
+    side = images.train_x.shape[1]
+    channels = images.train_x.shape[3]
 
     def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
         convolution = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)

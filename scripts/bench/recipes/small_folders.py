@@ -32,7 +32,8 @@ from scripts.vision.small_folders import SETS
 
 OUT = ROOT / "docs" / "small_folders.json"
 PAGE = ROOT / "docs" / "own_images.md"
-BEGIN, END = "<!-- small folders: begin -->", "<!-- small folders: end -->"
+BEGIN = "<!-- small folders: begin -->"
+END = "<!-- small folders: end -->"
 CORES = 2
 CALIBRATION = (20, 120)
 """Steps of the two runs by which the seconds of a step and of all else are told apart."""
@@ -128,14 +129,12 @@ def rival(
     """Return the row of a rival within a budget, trained where it is not there.
 
     Args:
-        rows: that are there.
         folder: of the data sets.
         name: of a data set.
         budget: seconds on two cores.
         seed: of the split and of the rival.
         kind: logistic or cnn.
         python: interpreter that has what the rival needs.
-        words: its settings.
     """
     key = " ".join([name, str(budget), str(seed), kind, *words])
     if key in rows.rows:

@@ -160,7 +160,6 @@ class KeptFiles:
         files: image files of any size.
         view: fits an image; draws no numbers.
         size: pixels on a side of a fitted image.
-        channels: of an image.
     """
 
     def __init__(self, files: Files, view: images.View, size: int, channels: int) -> None:

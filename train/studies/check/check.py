@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 _WIDTH, _HEADS, _DEPTH, _POSITIONS, _VOCAB, _EXAMPLES = 64, 4, 2, 16, 64, 8
-_LONGEST, _LARGEST_VOCAB = 512, 2**15
+_LONGEST = 512
+_LARGEST_VOCAB = 2**15
 """Context and vocabulary above which `own_inputs` makes them smaller."""
 _LOGITS = 2**22
 """Logits of a batch above which it makes the context smaller: at width 512 their products take half of the check's time."""
@@ -87,11 +88,13 @@ def own_inputs(model: ModelConfig, written: Collection[str] = ()) -> tuple[Model
     Returns:
         The model, the fields of it that keep their sizes, and a sentence about each that was made smaller.
     """
-    keeps, notes = set(written), []
+    keeps = set(written)
+    notes = []
     if model.task == "images":
         small = smallest(model, written)
         for name in ("image_size", "patch_size"):
-            own, used = getattr(model, name), getattr(small, name)
+            own = getattr(model, name)
+            used = getattr(small, name)
             if own != used:
                 flag = name.replace("_", "-")
                 notes.append(f"{name.replace('_', ' ')} {used} in place of {own} (--model.{flag} {own} keeps it)")
@@ -178,7 +181,8 @@ def even_batch(model: ModelConfig) -> dict[str, np.ndarray]:
     if model.task == "images":
         return batch(model)
     rng = np.random.default_rng(0)
-    outputs, example = model.sizes()[model.output_axis], model.example()["inputs"].shape
+    outputs = model.sizes()[model.output_axis]
+    example = model.example()["inputs"].shape
     if not model.denoises:
         drawn = rng.integers(0, outputs, (_EXAMPLES, example[0] + 1)).astype(np.int32)
         targets = drawn[:, 1:]
@@ -204,10 +208,8 @@ def tokens(vocab_size: int, length: int, count: int = 8, seed: int = 0) -> dict[
     whatever the context.
 
     Args:
-        vocab_size: of the model.
         length: positions of a sequence.
         count: sequences.
-        seed: of the draw.
     """
     rng = np.random.default_rng(seed)
     inputs = _ranks(rng, vocab_size, (count, length))

@@ -159,7 +159,8 @@ _GROWN = {"heads": "heads grow", "experts": "experts grow", "kv_heads": "key hea
 
 def _sizes_line(name: str, grown: Sequence[Any], notes: Sequence[str]) -> str:
     """Return the first line of the output: which model is trained, and what of its inputs was made smaller."""
-    first, last = grown[0], grown[-1]
+    first = grown[0]
+    last = grown[-1]
     if first.task == "images":
         inputs = f"{first.num_classes:,} classes, {first.image_size} x {first.image_size} pixels"
     else:
@@ -189,7 +190,7 @@ def _following(args: Check, preset: Preset, findings: Sequence[Finding]) -> list
 
 
 class _Page(NamedTuple):
-    """What stands around the findings on the screen."""
+    """Lines that stand around the findings on the screen."""
 
     title: str
     """Above the table."""

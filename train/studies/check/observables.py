@@ -173,8 +173,6 @@ def _weights(
     """Return per label the weight as it acts, multiplier included, its movement, and its gradient over the eps factor.
 
     Args:
-        definition: the model.
-        factors: of the preset.
         weights: before the first step and now.
         seen: rows that steps so far have read, by `_seen`'s names; movement is judged on these.
         read_now: rows that have a gradient now.

@@ -14,7 +14,10 @@ from mupax.train.studies.check.judge import Finding, passes
 from mupax.train.studies.check.report import PASSING, readable
 
 _PANEL_COLUMNS = 7
-_BAND, _INK, _WRONG, _RIGHT = "band that passes", "black", "#D55E00", "#0072B2"
+_BAND = "band that passes"
+_INK = "black"
+_WRONG = "#D55E00"
+_RIGHT = "#0072B2"
 _STEP_COLOURS = {0: "#999999", 1: "#56B4E9", 3: "#0072B2", 10: "#D55E00"}
 _SECTIONS = {
     "activation": "Activations at the start",
@@ -25,7 +28,12 @@ _SECTIONS = {
 }
 """Kind of observable to the heading over its rows."""
 _FAILED = "Failed"
-_COLUMN_IN, _LABELS_IN, _SLOPES_IN, _ROW_IN, _HEAD_IN, _FOOT_IN = 7.0, 2.9, 2.6, 0.22, 0.95, 0.9
+_COLUMN_IN = 7.0
+_LABELS_IN = 2.9
+_SLOPES_IN = 2.6
+_ROW_IN = 0.22
+_HEAD_IN = 0.95
+_FOOT_IN = 0.9
 """Inches: a column, its labels, its slopes, a row, and what stands above and below. The rest of a column is for verdicts."""
 
 
@@ -43,10 +51,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     An observable that was read after several steps has the row of the first step that failed, or of the last.
 
     Args:
-        path: of the picture.
-        findings: of a check.
         axis: name of the size that grew.
-        title: what was checked.
     """
     from matplotlib.figure import Figure
 
@@ -208,11 +213,7 @@ def panels(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
     The title has the slope of the last step, or of the first that is wrong, its interval, and the slopes that pass.
 
     Args:
-        path: of the picture.
-        findings: of a check.
-        sizes: that grew.
         axis: their name.
-        title: above all.
     """
     from matplotlib.figure import Figure
 
@@ -247,12 +248,14 @@ def panels(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
 def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]) -> None:
     """One observable at every step read."""
     shown = next((f for f in findings if not f.ok), findings[-1])
-    low, high = shown.expected.slope - shown.expected.below, shown.expected.slope + shown.expected.above
+    low = shown.expected.slope - shown.expected.below
+    high = shown.expected.slope + shown.expected.above
     style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
     for f in findings:
         panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=steps[f.step], **style)
     if all(value > 0 for value in shown.values):
-        centre, middle = statistics.geometric_mean(shown.values), statistics.geometric_mean(sizes)
+        centre = statistics.geometric_mean(shown.values)
+        middle = statistics.geometric_mean(sizes)
         theory = [centre * (size / middle) ** shown.expected.slope for size in sizes]
         panel.plot(sizes, theory, color="#555555", linewidth=0.8, linestyle=(0, (3, 2)), label="theory", zorder=0)
         band = [[centre * (size / middle) ** slope for size in sizes] for slope in (low, high)]
@@ -270,8 +273,10 @@ def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], step
     if positive:
         panel.set_yscale("log", base=2)
         # What does not move should look as if it does not: no panel shows less than a factor of 16.
-        most, least = max(positive), min(positive)
-        centre, half = math.sqrt(most * least), max(4.0, 1.4 * math.sqrt(most / least))
+        most = max(positive)
+        least = min(positive)
+        centre = math.sqrt(most * least)
+        half = max(4.0, 1.4 * math.sqrt(most / least))
         panel.set_ylim(centre / half, centre * half)
     panel.set_xticks(list(sizes), [f"{size:g}" for size in sizes])
     panel.tick_params(labelsize=5, length=2)

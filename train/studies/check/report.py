@@ -72,7 +72,6 @@ def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
     """Return the conclusion, and a line for each observable that failed: what, of which parameter, by how much.
 
     Args:
-        findings: of the check.
         not_judged: observables that theory says nothing about.
     """
     failed = [finding for finding in findings if not finding.ok]
@@ -81,11 +80,7 @@ def text(findings: Sequence[Finding], not_judged: Sequence[str] = ()) -> str:
 
 
 def require(findings: Sequence[Finding]) -> None:
-    """Raise `CheckFailure`, whose message is `text(findings)`, unless every finding is as theory says.
-
-    Args:
-        findings: of the check.
-    """
+    """Raise `CheckFailure`, whose message is `text(findings)`, unless every finding is as theory says."""
     if not passes(findings):
         raise CheckFailure(text(findings))
 

@@ -8,11 +8,7 @@ from mupax.train.studies.roles.graph import Atom, Dim, Graph, Place, Use
 
 
 def cuts_of(graph: Graph) -> dict[Place, set[tuple[int, ...]]]:
-    """Return, of every dimension of a parameter, the sizes of parts that the loss cuts it into, the outermost first.
-
-    Args:
-        graph: of the loss.
-    """
+    """Return, of every dimension of a parameter, the sizes of parts that the loss cuts it into, the outermost first."""
     cuts: dict[Place, set[tuple[int, ...]]] = {}
     for node in graph.nodes:
         for dim in node.dims:
@@ -47,7 +43,9 @@ def _line(atom: Atom) -> list[Atom]:
 
 def _met(use: Use) -> list[tuple[Place, list[Dim]]]:
     """Return the dimensions of activations that a parameter's dimensions lie along: contracted with them, or added to them."""
-    view, node, other = use.view, use.node, use.other
+    view = use.view
+    node = use.node
+    other = use.other
     if other is None:
         return []
     if node.op == "dot":

@@ -56,7 +56,8 @@ def fact(matrices: Matrices, use: Use) -> Fact:
 
 def _of_branch(matrices: Matrices, use: Use) -> Fact | None:
     """Return the bias of the matrix that ended the branch before, as in h + x @ w + b; None where that is no such sum."""
-    flow, end = matrices.flow, use.other
+    flow = matrices.flow
+    end = use.other
     assert end is not None
     sources = flow.sources(flow.branches[end][1])
     facts = [matrices.at.get((source.node, param)) for source in sources for param in source.params]

@@ -33,7 +33,6 @@ def conclusions(studies: Studies, control: str | None) -> list[str]:
     """Return a paragraph per study that is asked about, the control's price in it.
 
     Args:
-        studies: all of them.
         control: label of the preset that should drift; None without one.
     """
     subjects = main_studies(studies, control)
@@ -123,7 +122,6 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
     """Return what to type next: the run that the first preset's verdict leads to, and one command for all that is undecided.
 
     Args:
-        studies: all of them.
         control: label of the preset that should drift; None without one.
         command: that made the studies.
     """

@@ -117,7 +117,7 @@ class Analysis:
 
     @property
     def settled(self) -> bool:
-        """Whether the verdict is decided, and by an interval of 98 % too, so that no more seeds are needed."""
+        """True if an interval of 98 % gives the same verdict, so that no more seeds are needed."""
         if self.verdict == "undecided":
             return False
         fitted = [index for index, fitted_curve in enumerate(self.fits) if not fitted_curve.trouble]

@@ -152,7 +152,6 @@ def show(studies: Studies, control: str | None, command: str) -> None:
     """Print the answers, what to type next, and then a table per study with its sentences.
 
     Args:
-        studies: all of them.
         control: label of the preset that is expected to drift; nothing is compared without one.
         command: that made the studies.
     """
