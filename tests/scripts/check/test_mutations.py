@@ -15,9 +15,14 @@ from tests.train.studies.check.optimized import optimized
 
 DECODER_EPS = STUDIES[2]
 QUERY_KEY = ("block.query", "block.key")
-DOUBLINGS, SEEDS, MORE_SEEDS = (0, 2), 3, 8
-"""The committed page has four sizes. The slope over three is that of the first and the last; eps of a ViT and of a tied table need more
-seeds there, which the programs take as they are."""
+DOUBLINGS = (0, 2)
+"""The committed page has four sizes. The slope over three is that of the first and the last."""
+SEEDS = 3
+MORE_SEEDS = 8
+"""For eps, because gradients differ more between seeds than weights and their movement: with three seeds the slope of a matrix'
+gradient is known to 0.11, with eight to 0.03, and its band reaches from -0.19 to 0.12."""
+MOST_SEEDS = 12
+"""For eps of a ViT's biases, whose gradients are sums over 16 images alone: with eight seeds their slope is known to 0.08."""
 
 
 @functools.cache
@@ -25,9 +30,8 @@ def suite(index: int) -> Suite:
     """Each study compiles once, and its control holds: the right rule passes."""
     study_suite = Suite(STUDIES[index], DOUBLINGS)
     optimized(study_suite.series)
-    assert all(
-        check.passes(study_suite.right(seeds)) for seeds in ((SEEDS, MORE_SEEDS) if index in (1, 5) else (SEEDS,))
-    )
+    for count in (SEEDS, MORE_SEEDS, *([MOST_SEEDS] if index == 1 else [])):
+        assert check.passes(study_suite.right(count))
     return study_suite
 
 
@@ -43,7 +47,6 @@ def goal(group: str) -> float:
 
 
 def seeds(column: str) -> int:
-    """Of a ViT and of a tied table."""
     return MORE_SEEDS if column == "eps" else SEEDS
 
 
@@ -54,9 +57,7 @@ def seeds(column: str) -> int:
      "block.norm_gain", "norm_gain", "readout"],
 )  # fmt: skip
 def test_one_mutant_per_role_and_column_is_caught(group, column):
-    # A gain has few entries, and its gradient spreads over seeds.
-    count = seeds(column) if "norm_gain" in group else SEEDS
-    outcome = suite(0).run(Mutant(group, column, goal(group)), count)
+    outcome = suite(0).run(Mutant(group, column, goal(group)), seeds(column))
     assert outcome.by is not None
     # So small an eps changes nothing but its own line.
     assert outcome.trains_alike == (column == "eps")
@@ -65,7 +66,8 @@ def test_one_mutant_per_role_and_column_is_caught(group, column):
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("group", ["patch_embedding", "position", "block.value.bias", "readout.bias"])
 def test_one_mutant_per_role_that_only_a_vit_has(group, column):
-    outcome = suite(1).run(Mutant(group, column, goal(group)), seeds(column))
+    count = MOST_SEEDS if column == "eps" and "bias" in group else seeds(column)
+    outcome = suite(1).run(Mutant(group, column, goal(group)), count)
     assert outcome.same_numbers == (column == "init_std" and "bias" in group)
     assert (outcome.by is None) == outcome.same_numbers
     assert outcome.trains_alike == (outcome.same_numbers or column == "eps")
@@ -90,7 +92,7 @@ def test_a_tied_readout_has_a_multiplier_and_no_other_column_to_get_wrong():
 
 @pytest.mark.parametrize("group", ["block.key", "block.mlp_out", "readout"])
 def test_a_wrong_eps_is_a_wrong_rate_where_eps_is_above_the_gradients(group):
-    outcome = suite(2).run(Mutant(group, "eps", goal(group)), SEEDS)
+    outcome = suite(2).run(Mutant(group, "eps", goal(group)), MORE_SEEDS)
     assert not outcome.trains_alike
     assert outcome.by is not None
     assert outcome.by.startswith(("movement", "update", "change"))

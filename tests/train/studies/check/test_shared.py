@@ -125,7 +125,7 @@ def test_the_check_measures_the_sum(declared: str, specs: dict[str, ParamSpec], 
     ]
     mup = presets.get("mup", base={"embed": 64, "mlp": 128})
     adam = train.OptimizerConfig(name="adam", peak_lr=2e-3, schedule="constant", eps=1e-12)
-    measured = Series(definitions, adam, steps=1).measure(mup, batch, seeds=4)
+    measured = Series(definitions, adam, steps=1).measure(mup, batch, seeds=8)
     expected = theory.of(mup, definitions[0], definitions[-1], "adam")
     findings = judge(measured, (1, 2, 4), {key: one for key, one in expected.items() if key[1] == 0})
     judged = {finding.observable: finding for finding in findings if finding.observable.startswith("gradient/")}
