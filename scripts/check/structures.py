@@ -91,7 +91,7 @@ def main() -> None:
             if args.again or not any((row["model"], row["grow"]) == (model, grow) for row in rows):
                 rows = [row for row in rows if (row["model"], row["grow"]) != (model, grow)] + measure(model, grow)
                 PAGE.with_suffix(".json").write_text(_json(rows))
-                PAGE.write_text(markdown(rows))
+    PAGE.write_text(markdown(rows))
 
 
 def rows_of_file() -> list[dict[str, Any]]:

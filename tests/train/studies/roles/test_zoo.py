@@ -28,11 +28,22 @@ def test_every_declaration_is_what_the_loss_says(name: str) -> None:
     assert roles.specs.keys() == config.parameters().keys() == roles.evidence.keys()
 
 
-@pytest.mark.parametrize("name", configs.CONFIGS)
+WITH_CONVOLUTIONS = [name for name, config in configs.CONFIGS.items() if getattr(config, "stem", None) is not None]
+
+
+@pytest.mark.parametrize("name", [name for name in configs.CONFIGS if name not in WITH_CONVOLUTIONS])
 def test_so_is_every_named_model(name: str) -> None:
     config = dataclasses.replace(configs.get(name), depth=2)
     roles = models.roles_of_config(config)
     assert (roles.refused, models.differences(config, roles)) == ({}, {})
+
+
+@pytest.mark.parametrize("name", WITH_CONVOLUTIONS)
+def test_kernels_of_convolutions_are_asked_for(name: str) -> None:
+    roles = models.roles_of_config(configs.get(name))
+    kernels = {"stem.first", "stem.second", "stem.third"}
+    assert kernels <= roles.refused.keys()
+    assert all("declare its role" in roles.refused[kernel] for kernel in kernels)
 
 
 def test_the_page_has_this_table() -> None:
