@@ -95,10 +95,6 @@ class Sized:
 def check_growth(base: Sized, other: Sized) -> None:
     """Refuse a block's parameter that does not grow as its axes do by the other parameters.
 
-    Args:
-        base: the first of the files.
-        other: another one.
-
     Raises:
         PresetError: names the parameter, both shapes and its axes.
     """

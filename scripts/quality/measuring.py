@@ -18,12 +18,7 @@ FINAL = 5
 
 
 class Measuring:
-    """Trains one cell's points.
-
-    Args:
-        cell: of `CELLS`.
-        stop: of the process.
-    """
+    """Trainer of one cell's points."""
 
     def __init__(self, cell: Cell, stop: StopRequest) -> None:
         self.cell = cell

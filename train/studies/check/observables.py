@@ -151,7 +151,9 @@ class _Weights(NamedTuple):
 
 
 def _rows_read(definition: Definition, grads: Arrays) -> Arrays:
-    """Return which rows of each looked-up table have a gradient, as bool [rows, 1], under the name "rows/PARAMETER".
+    """Return which rows of each looked-up table, and entries of a readout's bias, have a gradient.
+
+    They are bool [rows, 1], or [entries] of a bias, under the name "rows/PARAMETER".
 
     The gradient tells it of every model: one of a user's own has no names that we know, and its token table may be read by
     an encoder, a decoder or both. A row that the batch does not read has a gradient of exactly zero. A table that is also the
@@ -177,8 +179,8 @@ def _weights(
 
     Args:
         weights: before the first step and now.
-        seen: rows that steps so far have read, by `_seen`'s names; movement is judged on these.
-        read_now: rows that have a gradient now.
+        rows_read: rows that had a gradient at any step so far, by `_rows_read`'s names. Movement is judged on these.
+        read_now: rows that have a gradient now. Gradients are judged on these.
     """
     acting = multiplied(weights.params, factors.multiplier)
     began = multiplied(weights.initial, factors.multiplier)
