@@ -159,7 +159,7 @@ def test_the_check_can_be_turned_off(
         "zoo export trained --out exported",
         "train lm-tiny --init-from trained --workdir started",
         "train sweep lm-tiny --lr 2^-8:2^-7:2 --out swept",
-        "train check lm-tiny --grow width --sizes 2 --seeds 1",
+        "train check lm-tiny --grow width --sizes 3 --seeds 1",
         "train noise trained",
         "train convert trained --form mean-field --out converted",
     ],
