@@ -1,0 +1,171 @@
+"""Record what mupax does today, or compare this checkout with such a record.
+
+    python -m scripts.house record OUT [--only SECTION ...]
+    python -m scripts.house compare OUT [--only SECTION ...]
+
+`record` writes OUT/SECTION.json. `compare` measures this checkout and prints every difference; it exits with 1 if there is one.
+Sections, with minutes on two cores: inventory (4), tables (1), losses (10), losses-8 (4), programs (15), compiled (6),
+tpu (8; needs `make tpu` once), outputs (5), sizes (1), traces (2). A record holds for the machine and the versions that made
+it: XLA chooses kernels by the processor, so losses and compiled programs of two machines may differ.
+`python -m scripts.house.mutants` is a command of its own, because it takes hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mupax import disk
+from scripts import ROOT
+
+
+class Section(NamedTuple):
+    """A part of the record, measured in a process of its own.
+
+    Attributes:
+        module: Module of this folder, with `record() -> dict`.
+        devices: CPU devices that the process sees, virtual where they are more than one.
+    """
+
+    module: str
+    devices: int = 1
+
+
+SECTIONS = {
+    "inventory": Section("inventory"),
+    "tables": Section("tables"),
+    "losses": Section("losses"),
+    "losses-8": Section("losses", devices=8),
+    "programs": Section("programs", devices=8),
+    "compiled": Section("compiled", devices=8),
+    "tpu": Section("tpu", devices=8),
+    "outputs": Section("outputs"),
+    "sizes": Section("sizes"),
+    "traces": Section("traces"),
+}
+LIBTPU = ROOT / ".cache" / "libtpu"
+"""Where `make tpu` puts the TPU compiler, in a folder named as the environment that it is for."""
+SHOWN = 20
+"""Differences of a section that are printed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line, and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.house", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("command", choices=("record", "compare", "section"))
+    parser.add_argument("out", type=Path, help="folder of the record; for `section`: file to write")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
+    args = parser.parse_args(argv)
+    if args.command == "section":
+        (name,) = args.only
+        module = importlib.import_module(f"scripts.house.{SECTIONS[name].module}")
+        args.out.write_text(json.dumps(module.record(), sort_keys=True))
+        return 0
+    if args.command == "record":
+        return record(args.out, args.only)
+    return compare(args.out, args.only)
+
+
+def record(out: Path, sections: Sequence[str]) -> int:
+    """Write one file per section."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name in sections:
+        values = measured(name)
+        disk.write_whole(out / f"{name}.json", json.dumps(values, indent=1, sort_keys=True) + "\n")
+        print(f"{name}: {sum(1 for _ in leaves(values)):,} values recorded", flush=True)
+    return 0
+
+
+def compare(out: Path, sections: Sequence[str]) -> int:
+    """Print what differs from the record, and return 1 if anything does."""
+    changed = 0
+    for name in sections:
+        path = out / f"{name}.json"
+        if not path.is_file():
+            print(
+                f"{name}: not recorded in {out}; write `python -m scripts.house record {out} --only {name}` in the older checkout"
+            )
+            changed += 1
+            continue
+        lines = list(differences(json.loads(path.read_text()), measured(name)))
+        for line in lines[:SHOWN]:
+            print(f"{name}: {line}")
+        if len(lines) > SHOWN:
+            print(f"{name}: and {len(lines) - SHOWN:,} more")
+        print(f"{name}: {len(lines):,} differences" if lines else f"{name}: as recorded", flush=True)
+        changed += len(lines)
+    return int(changed > 0)
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Return what a section records of this checkout, measured in a process of its own.
+
+    Raises:
+        SystemExit: The section failed; the reason stands on stderr.
+    """
+    paths = [str(ROOT), *(str(folder) for folder in LIBTPU.glob(Path(sys.prefix).name))]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "PYTHONPATH": os.pathsep.join(paths)}
+    if SECTIONS[name].devices > 1:
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={SECTIONS[name].devices}"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "values.json"
+        words = [sys.executable, "-m", "scripts.house", "section", str(path), "--only", name]
+        finished = subprocess.run(words, cwd=ROOT, env=environment, stdout=sys.stderr)
+        if finished.returncode:
+            raise SystemExit(f"error: section {name} failed; the reason stands above")
+        return json.loads(path.read_text())
+
+
+def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value that is no mapping, with the path of keys that leads to it."""
+    if not isinstance(values, dict):
+        yield prefix, values
+        return
+    for key, value in values.items():
+        yield from leaves(value, f"{prefix}/{key}" if prefix else key)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yield one line per value that was removed, added or changed.
+
+    Lists are compared item by item where both are lists of names.
+    """
+    old = dict(leaves(before))
+    new = dict(leaves(now))
+    for path in sorted(old.keys() - new.keys()):
+        yield f"{path}: removed, was {_short(old[path])}"
+    for path in sorted(new.keys() - old.keys()):
+        yield f"{path}: new, {_short(new[path])}"
+    for path in sorted(old.keys() & new.keys()):
+        was = old[path]
+        value = new[path]
+        if was == value:
+            continue
+        if _names(was) and _names(value):
+            yield from (f"{path}: removed {name}" for name in sorted(set(was) - set(value)))
+            yield from (f"{path}: new {name}" for name in sorted(set(value) - set(was)))
+            if set(was) == set(value):
+                yield f"{path}: in another order"
+        else:
+            yield f"{path}: {_short(was)} -> {_short(value)}"
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Names that users write and read: commands, flags, config fields, exports, recipes, models, data sources, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import os
+import re
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from mupax import presets
+from mupax.train.config import record as config_record
+from mupax.train.config.data import SOURCES
+from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import Config
+from mupax.zoo.configs import CONFIGS
+from scripts import ROOT
+from scripts.house import commands
+from scripts.house.digests import digest
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w.-]*")
+_INPUT_ROW = re.compile(r"^\| `(.+)` \| (\d) \| ", re.MULTILINE)
+_DOCUMENTED = re.compile(r"^\.\. auto(module|function|class|exception):: (mupax\.[\w.]+)$", re.MULTILINE)
+
+
+def record() -> dict[str, Any]:
+    """Return every name, by kind."""
+    os.environ["COLUMNS"] = "400"  # help does not break a flag between lines
+    return {
+        "flags": {name: flags(words) for name, words in commands.COMMANDS.items()},
+        "fields": dict(fields(Config)),
+        "exports": exports(),
+        "recipes": {name: digest(config_record.to_json(make())) for name, make in RECIPES.items()},
+        "models": {name: digest(config_record.model_to_json(model)) for name, model in CONFIGS.items()},
+        "presets": {name: defaults(make) for name, make in presets.PRESETS.items()},
+        "data sources": sorted(SOURCES),
+        "exit codes": exit_codes(),
+    }
+
+
+def flags(words: tuple[str, ...]) -> list[str]:
+    """Return the flags that the help of a command names.
+
+    Raises:
+        RuntimeError: The command has no help.
+    """
+    return sorted(set(_FLAG.findall(commands.done([*words, "--help"]))))
+
+
+def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the dotted name of every config field, with its type and default."""
+    hints = typing.get_type_hints(owner)
+    for field in dataclasses.fields(owner):
+        name = f"{prefix}{field.name}"
+        nested = hints[field.name]
+        if isinstance(nested, type) and dataclasses.is_dataclass(nested):
+            yield from fields(nested, f"{name}.")
+        elif field.default is not dataclasses.MISSING:
+            yield name, f"{nested} = {field.default!r}"
+        else:
+            yield name, f"{nested}"
+
+
+def exports() -> dict[str, Any]:
+    """Return the names that docs/api documents, each with its signature or with its public members."""
+    names: dict[str, Any] = {}
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        for sort, name in _DOCUMENTED.findall(page.read_text()):
+            if sort == "module":
+                names[name] = sorted(getattr(importlib.import_module(name), "__all__", ()))
+                continue
+            module, _, attribute = name.rpartition(".")
+            value = getattr(importlib.import_module(module), attribute)
+            if inspect.isclass(value):
+                names[name] = {member: _signature(value, member) for member in _members(value)}
+            else:
+                names[name] = str(inspect.signature(value))
+    return names
+
+
+def _members(owner: type[Any]) -> list[str]:
+    declared: set[str] = set()
+    for base in owner.__mro__:
+        if base.__module__.startswith("mupax."):
+            declared |= {*vars(base), *vars(base).get("__annotations__", ())}
+    return sorted(name for name in declared if not name.startswith("_"))
+
+
+def _signature(owner: type[Any], name: str) -> str:
+    member = getattr(owner, name, None)
+    return str(inspect.signature(member)) if inspect.isroutine(member) else "attribute"
+
+
+def defaults(make: Any) -> dict[str, str]:
+    """Return the constants of a preset and their defaults."""
+    return {name: repr(parameter.default) for name, parameter in inspect.signature(make).parameters.items()}
+
+
+def exit_codes() -> dict[str, int]:
+    """Return the exit code of every command line of docs/inputs.md. `make test` types each."""
+    rows = _INPUT_ROW.findall((ROOT / "docs" / "inputs.md").read_text())
+    return {words: int(code) for words, code in rows}

@@ -1,0 +1,110 @@
+"""What commands give: text, exported tensors, sweep rows, check findings, goldens, files of a workdir, names of metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from scripts import goldens
+from scripts.house import commands
+from scripts.house.digests import digest
+
+_MODEL = "--model.width 48 --model.num-heads 6 --model.depth 2 --model.seq-len 56"
+_TINY = f"{_MODEL} --data.batch-size 5"
+_RUN = f"{_TINY} --steps 120 --data.eval-batch-size 8 --data.eval-examples 16 --log.eval-every-steps 20"
+_IMAGES = "--steps 40 --data.batch-size 27 --data.eval-batch-size 30 --log.eval-every-steps 20"
+_T5 = "--model.positions relative --model.norm rmsnorm --model.no-embedding-norm"
+"""An encoder-decoder that an export can write."""
+_SPANS = f"{_TINY} {_T5} --steps 120 --data.eval-batch-size 8 --data.eval-examples 16"
+VOLATILE = ("seconds", "workdir", "time", "digest", "host", "versions", "how")
+"""Keys of rows that differ from run to run."""
+
+
+def record() -> dict[str, Any]:
+    """Return what each command gives, for runs that are trained here."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        runs = {
+            "lm-tiny": trained(folder / "lm", f"lm-tiny {_RUN}"),
+            "vit-digits": trained(folder / "vit", f"vit-digits {_IMAGES}"),
+            "ed-tiny": trained(folder / "ed", f"ed-tiny {_SPANS}"),
+        }
+        return {
+            "runs": runs,
+            "text": {
+                "lm-tiny, greedy": generated(folder / "lm", "def ", temperature=0),
+                "lm-tiny, drawn": generated(folder / "lm", "def ", temperature=0.8),
+                "ed-tiny, greedy": generated(folder / "ed", "def f(x):\n    return x", temperature=0),
+            },
+            "exported": {run: exported(folder / run, folder / f"{run}-exported") for run in ("lm", "vit", "ed")},
+            "evaluated": {run: evaluated(folder / run) for run in ("lm", "vit", "ed")},
+            "sweep": swept(folder / "sweep"),
+            "check": checked(folder / "check.json"),
+            "goldens": {name: digest(text) for name, text in goldens.goldens()},
+        }
+
+
+def trained(workdir: Path, words: str) -> dict[str, list[str]]:
+    """Train a run, and return its files and the names of its metrics."""
+    commands.done(["train", *words.split(), "--workdir", str(workdir)])
+    files = {str(path.relative_to(workdir)) for path in workdir.rglob("*") if path.is_file()}
+    # Orbax names arrays by random digits, and TensorBoard its files by time and host.
+    files = {re.sub(r"(?<=/d/)[0-9a-f]{32}$|(?<=tfevents).*", "*", file) for file in files}
+    metrics: set[str] = set()
+    for line in (workdir / "metrics.jsonl").read_text().splitlines():
+        metrics |= json.loads(line).keys()
+    return {"files": sorted(files), "metrics": sorted(metrics)}
+
+
+def generated(workdir: Path, prompt: str, temperature: float) -> str:
+    """Return the text that a run writes after a prompt; temperature 0 takes the likeliest token."""
+    words = ["train", "generate", str(workdir), "--prompt", prompt, "--tokens", "40"]
+    return commands.done([*words, "--temperature", str(temperature)])
+
+
+def exported(workdir: Path, out: Path) -> dict[str, str]:
+    """Export a run to a folder of Hugging Face, and return a digest of each tensor."""
+    commands.done(["zoo", "export", str(workdir), "--out", str(out)])
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(out.glob("*.safetensors")):
+        tensors |= load_file(file)
+    return {name: f"{value.dtype}{list(value.shape)} {digest(value.tobytes())}" for name, value in tensors.items()}
+
+
+def evaluated(workdir: Path) -> dict[str, Any]:
+    """Return what `eval --json` writes of a run."""
+    path = workdir.with_suffix(".json")
+    commands.done(["train", "eval", str(workdir), "--json", str(path)])
+    return without_volatile(json.loads(path.read_text()))
+
+
+def swept(out: Path) -> dict[str, Any]:
+    """Return the rows of a small sweep by their keys."""
+    words = f"train sweep lm-tiny {_TINY} --steps 20 --lr 2^-8:2^-6:3 --seeds 2 --out {out}"
+    commands.done(words.split())
+    rows = [json.loads(line) for line in (out / "points.jsonl").read_text().splitlines()]
+    return {row["key"]: without_volatile(row) for row in rows}
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """Return what a small coordinate check writes as JSON."""
+    words = f"train check lm-tiny {_MODEL} --grow heads --sizes 3 --seeds 2 --json {path}"
+    code, _, err = commands.run(words.split())
+    if not path.is_file():
+        raise RuntimeError(f"mupax {words} exited with {code}: {err}")
+    return {"exit code": code, "findings": without_volatile(json.loads(path.read_text()))}
+
+
+def without_volatile(value: Any) -> Any:
+    """Return a JSON value without the keys that differ from run to run."""
+    if isinstance(value, dict):
+        return {key: without_volatile(item) for key, item in value.items() if key not in VOLATILE}
+    if isinstance(value, list):
+        return [without_volatile(item) for item in value]
+    return value
