@@ -398,7 +398,7 @@ class Bench:
         command = [sys.executable, "-c", "import mupax; print(mupax.__file__)"]
         done = subprocess.run(
             command,
-            cwd=self.folder,
+            cwd=self.folder.parent,  # tests start commands in folders of their own
             env=self._variables(),
             capture_output=True,
             text=True,
@@ -540,7 +540,7 @@ def copy_checkout(root: Path, folder: Path) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the newest row of each mutant in a record; a last line that was cut off is left out."""
+    """Return the newest row of each mutant in a record, without a last line that was cut off."""
     if not path.is_file():
         return []
     rows: dict[str, dict[str, Any]] = {}

@@ -80,7 +80,7 @@ def test_help_is_read_by_its_lists() -> None:
         "`mupax` and more.\n  no  x\n"
     )
     assert sizes.listed_commands(page) == ["train", "data"]
-    box = "╭─ a ─╮\n│ -h, --help     │\n│ --b.c N, --c N │\n│      see --d   │\n╰────╯\n  --e  plain\n"
+    box = "╭─ a ─╮\n│ -h, --help     │\n│ --b.c N, --c N │\n│      see --d   │\n│ --help │\n╰────╯\n  --e  plain\n"
     assert sizes.listed_flags(box) == {"--b.c", "--e"}
 
 
@@ -100,37 +100,40 @@ def worker(path):
 def inner():
     return [len(str(i)) for i in range(2)]
 
-def window(path):
+def window(path, begun, done):
     class Local:
         pass
+    begun.set()
+    done.wait()
     threading.Thread(target=worker, args=(path,)).start()
     return inner()
 
 def late():
     pass
 
-def run(path, before):
+def run(path, begun, done):
     early()
-    before.set()
-    window(path)
     late()
+    window(path, begun, done)
 """
 
 
 def traced(root: Path, part: traces.Part) -> traces.Recorder:
+    """Trace the tree's `run`, while an older thread runs `late` inside of its window."""
     spec = importlib.util.spec_from_file_location("traced_tree", root / "train" / "run.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    recorder, began = traces.Recorder(part, root, root), threading.Event()
-    elder = threading.Thread(target=lambda: (began.wait(), module.late()))
+    recorder = traces.Recorder(part, root, root)
+    begun, done = threading.Event(), threading.Event()
+    elder = threading.Thread(target=lambda: (begun.wait(), module.late(), done.set()))
     profile = sys.getprofile()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
     try:
         elder.start()
-        module.run(root / "row", began)
+        module.run(root / "row", begun, done)
     finally:
         sys.setprofile(profile)
         threading.setprofile(None)
@@ -138,16 +141,32 @@ def traced(root: Path, part: traces.Part) -> traces.Recorder:
     return recorder
 
 
-def test_a_trace_has_the_functions_of_its_window_on_all_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+EARLY = traces.Function("train/run.py", "early")
+WINDOW = traces.Function("train/run.py", "window")
+IN_WINDOW = {"window", "inner", "worker", "worker.<locals>.write"}
+"""Not `late`, which runs before the window and meanwhile on another thread; no class body and no comprehension."""
+
+
+@pytest.mark.parametrize(
+    ("opens", "names"), [((WINDOW,), IN_WINDOW), ((EARLY, WINDOW), {"early", *IN_WINDOW})], ids=["one", "two"]
+)
+def test_a_trace_has_the_functions_of_its_windows_on_all_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: tuple[traces.Function, ...], names: set[str]
 ) -> None:
     monkeypatch.setattr(traces, "QUIET_S", 0.2)
-    window = traces.Function("train/run.py", "window")
-    recorder = traced(write(tmp_path, {"train/run.py": RUN}), traces.Part((window,), ends=window, on_disk="r?w"))
-    names = {function.name for function in recorder.functions}
-    # Not `early` or `late`, which another thread runs meanwhile; no class body and no comprehension.
-    assert names == {"window", "inner", "worker", "worker.<locals>.write"}
-    assert recorder.result() == {"files": 1, "functions": 4, "by file": {"train/run.py": 4}}
+    part = traces.Part(opens, ends=WINDOW, on_disk="r?w")
+    recorder = traced(write(tmp_path, {"train/run.py": RUN}), part)
+    assert {function.name for function in recorder.functions} == names
+    count = len(names)
+    assert recorder.result() == {"files": 1, "functions": count, "by file": {"train/run.py": count}}
+
+
+def test_a_trace_can_leave_out_what_is_called_elsewhere(tmp_path: Path) -> None:
+    late = traces.Function("train/run.py", "late")
+    root = write(tmp_path, {"train/run.py": RUN})
+    with pytest.raises(RuntimeError, match=r"late of train/run\.py never ran"):
+        traced(root, traces.Part((late,), within=traces.Function("train/run.py", "inner"))).result()
+    assert traced(root, traces.Part((late,), within=traces.Function("train/run.py", "run"))).result()["functions"] == 1
 
 
 def test_a_trace_whose_function_has_moved_says_so(tmp_path: Path) -> None:
@@ -190,7 +209,12 @@ def test_below():
 
 
 def small_tree(root: Path) -> Path:
-    files = {"presets/__init__.py": "", "presets/small.py": SMALL, "tests/presets/test_small.py": TEST}
+    files = {
+        "presets/__init__.py": "",
+        "mupax/__init__.py": "",
+        "presets/small.py": SMALL,
+        "tests/presets/test_small.py": TEST,
+    }
     marks = "\n".join(f"    {name}: x" for name in ("alone", "parity", "tpu", "schedulers", "release"))
     return write(root, {**files, "pytest.ini": f"[pytest]\npythonpath = .\nmarkers =\n{marks}\n"})
 
@@ -229,17 +253,17 @@ def test_a_record_has_what_tests_kill_and_goes_on_where_it_stopped(
 ) -> None:
     root, out = small_tree(tmp_path / "tree"), tmp_path / "rows.jsonl"
     places = mutants.mutants_of("presets/small.py", SMALL)
-    pairs = [(place.name, place) for place in (places[2], places[4])]
-    mutants.measure(out, pairs[:1], root)
+    pairs = [(place.name, place) for place in (places[2], places[4], places[0])]
+    mutants.measure(out, pairs[:2], root)
     first = out.read_text()
     out.write_text(first + '{"mutant": "cut o')
     mutants.measure(out, pairs, root)
     assert out.read_text().startswith(first)
     rows = mutants.read_rows(out)
-    assert [row["outcome"] for row in rows] == ["killed", "survived"]
+    assert [row["outcome"] for row in rows] == ["killed", "survived", "survived"]
     assert rows[0]["failed"] == "tests/presets/test_small.py::test_below"
     assert (root / "presets" / "small.py").read_text() == SMALL
-    assert len(capfd.readouterr().out.splitlines()) == 2
+    assert len(capfd.readouterr().out.splitlines()) == 3
 
 
 def test_a_mutant_is_seen_again_where_its_code_has_moved(tmp_path: Path) -> None:
@@ -269,10 +293,10 @@ def test_the_choice_of_modules_changes_little_when_a_module_comes(tmp_path: Path
     files = {f"zoo/m{i}.py": f"x = {i} + 1\n" for i in range(12)}
     files |= {f"tests/zoo/test_m{i}.py": "" for i in range(11)}
     root = write(tmp_path, files)
-    before = [mutant.path for mutant in mutants.chosen(root, 8)]
-    assert len(before) == 8
-    assert before == [mutant.path for mutant in mutants.chosen(root, 8)]
-    assert before != [mutant.path for mutant in mutants.chosen(root, 8, seed=1)]
+    before = mutants.chosen(root, 8)
+    assert len({mutant.path for mutant in before}) == 8
+    assert before == mutants.chosen(root, 8)
+    assert before != mutants.chosen(root, 8, seed=1)
     assert "zoo/m11.py" not in [mutant.path for mutant in mutants.chosen(root, 12)]  # it has no tests
     write(root, {"tests/zoo/test_m11.py": ""})
-    assert len(set(before) - {mutant.path for mutant in mutants.chosen(root, 8)}) <= 1
+    assert len(set(before) - set(mutants.chosen(root, 8))) <= 1
