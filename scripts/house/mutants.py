@@ -21,11 +21,11 @@
   that a mutant may have spoilt is replaced after each.
 
 A mutant is identified by path, function, and text before and after, not by its line. After code has
-moved, `--like` looks for the same text in the same function of the same file, then in a function of
-that name in any file; then for the same text but for its names, likewise; then for the same text
-anywhere. It takes a place only if there is one. The row keeps the old name, so two records are
-compared name by name. A mutant without a place is recorded as `gone`: then the code was rewritten,
-and a person has to judge.
+moved, `--like` looks for the same text in the same function of the same file; then for the same
+text in the same statement, in a function of that name in any file; then for the same but for all
+names in it, likewise; then for the same text and statement anywhere. It takes a place only if there
+is one. The row keeps the old name, so two records are compared name by name. A mutant without a
+place is recorded as `gone`: then the code was rewritten, and a person has to judge.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class Mutant:
         kind: comparison, arithmetic, constant, not or return.
         before: Text that is changed, as `ast.unparse` writes it.
         after: Text in its place.
+        statement: First line of the statement that the place is in.
         number: Place among those of the same text in the same function, from 0.
         span: Place in the file.
     """
@@ -115,6 +116,7 @@ class Mutant:
     kind: str
     before: str
     after: str
+    statement: str
     number: int
     span: Span
 
@@ -125,9 +127,9 @@ class Mutant:
         return f'{self.path}:{self.function} "{self.before}" -> "{self.after}"{which}'
 
     @property
-    def shapes(self) -> tuple[str, str]:
-        """Text before and after with all names alike."""
-        return _shape(self.before), _shape(self.after)
+    def shapes(self) -> tuple[str, str, str]:
+        """Text before and after, and the statement, with all names alike."""
+        return _shape(self.before), _shape(self.after), _shape(self.statement)
 
     @property
     def last_name(self) -> str:
@@ -165,14 +167,31 @@ class _Places(ast.NodeVisitor):
         self.mutants: list[Mutant] = []
         self._path = path
         self._names: list[str] = []
+        self._statement: ast.stmt | None = None
+        self._heads: dict[ast.stmt | None, str] = {None: ""}
         self._numbers: Counter[tuple[str, str, str]] = Counter()
+
+    def visit(self, node: ast.AST) -> None:
+        """Visit a node, and remember the statement that it is in."""
+        outer = self._statement
+        if isinstance(node, ast.stmt):
+            self._statement = node
+        super().visit(node)
+        self._statement = outer
 
     def _add(self, kind: str, span: Span, before: str, after: str) -> None:
         scope = ".".join(self._names)
+        statement = self._head(self._statement)
         key = scope, before, after
         number = self._numbers[key]
-        self.mutants.append(Mutant(self._path, scope, kind, before, after, number, span))
+        self.mutants.append(Mutant(self._path, scope, kind, before, after, statement, number, span))
         self._numbers[key] += 1
+
+    def _head(self, statement: ast.stmt | None) -> str:
+        """Return the first line of a statement; the body of a long one is written once."""
+        if statement is not None and statement not in self._heads:
+            self._heads[statement] = _first_line(statement)
+        return self._heads[statement]
 
     def _visit_scope(self, name: str, body: Sequence[ast.stmt], returns: bool) -> None:
         self._names.append(name)
@@ -339,11 +358,14 @@ class Tree:
     """A checkout in which mutants of another one are looked for."""
 
     def __init__(self, root: Path) -> None:
-        self._mutants: list[Mutant] = []
+        self._by_text: dict[tuple[str, str], list[Mutant]] = {}
+        self._by_shapes: dict[tuple[str, str, str], list[Mutant]] = {}
         for folder in MODULES:
             for file in python_files(root / folder):
                 source = file.read_text(encoding="utf-8")
-                self._mutants += mutants_of(file.relative_to(root).as_posix(), source)
+                for place in mutants_of(file.relative_to(root).as_posix(), source):
+                    self._by_text.setdefault((place.before, place.after), []).append(place)
+                    self._by_shapes.setdefault(place.shapes, []).append(place)
 
     def find(self, row: dict[str, Any]) -> Mutant | None:
         """Return the place of a recorded mutant in this tree, or None unless there is just one.
@@ -351,20 +373,26 @@ class Tree:
         Args:
             row: Recorded row of the mutant.
         """
-        texts = row["before"], row["after"]
-        same_text = [place for place in self._mutants if (place.before, place.after) == texts]
-        shapes = _shape(row["before"]), _shape(row["after"])
-        same_shape = [place for place in self._mutants if place.shapes == shapes]
+        same_text = self._by_text.get((row["before"], row["after"]), [])
+        function = row["path"], row["function"]
+        unmoved = [place for place in same_text if (place.path, place.function) == function]
+        # Many a function is called __exit__, and many a text is 0: elsewhere the statement counts.
+        moved = [place for place in same_text if place.statement == row["statement"]]
+        shapes = _shape(row["before"]), _shape(row["after"]), _shape(row["statement"])
+        renamed = self._by_shapes.get(shapes, [])
         last_name = row["function"].rpartition(".")[2]
-        for places in (same_text, same_shape):
-            in_file = [place for place in places if place.path == row["path"]]
-            in_function = [place for place in in_file if place.function == row["function"]]
-            called_so = [place for place in places if place.last_name == last_name]
-            for candidates in (in_function, called_so):
-                numbered = [place for place in candidates if place.number == row["number"]]
-                if len(candidates) == 1 or len(numbered) == 1:
-                    return candidates[0] if len(candidates) == 1 else numbered[0]
-        return same_text[0] if len(same_text) == 1 else None
+        for places in (
+            unmoved,
+            [place for place in moved if place.last_name == last_name],
+            [place for place in renamed if function == (place.path, place.function)],
+            [place for place in renamed if place.last_name == last_name],
+            moved,
+        ):
+            numbered = [place for place in places if place.number == row["number"]]
+            for candidates in (places, numbered):
+                if len(candidates) == 1:
+                    return candidates[0]
+        return None
 
 
 def _shape(text: str) -> str:
@@ -574,6 +602,8 @@ def measure(out: Path, mutants: Sequence[tuple[str, Mutant | None]], root: Path 
     # Tests that failed without the mutant may have met a busy machine: they are tried again.
     recorded = {row["mutant"] for row in read_rows(out) if row["outcome"] != UNJUDGED}
     missing = [pair for pair in mutants if pair[0] not in recorded]
+    if not missing:
+        return
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         bench = Bench(root, Path(folder).resolve() / "tree")
         for name, mutant in missing:

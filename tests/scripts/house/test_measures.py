@@ -277,6 +277,16 @@ def test_a_mutant_is_seen_again_where_its_code_has_moved(tmp_path: Path) -> None
     assert mutants.Tree(write(tmp_path / "empty", {"zoo/new.py": "x = 1\n"})).find(row) is None
 
 
+def test_control_a_short_text_in_a_function_of_that_name_is_no_match(tmp_path: Path) -> None:
+    place = mutants.mutants_of("presets/small.py", SMALL)[-1]
+    assert (place.function, place.before) == ("unseen", "1")
+    row = {"mutant": place.name, **vars(place)}
+    other = write(tmp_path / "other", {"zoo/new.py": "def unseen(y):\n    print(y[1])\n"})
+    same = write(tmp_path / "same", {"zoo/new.py": "def unseen(x):\n    return x + 1\n"})
+    assert mutants.Tree(other).find(row) is None
+    assert mutants.Tree(same).find(row) is not None
+
+
 def test_records_differ_where_a_mutant_is_no_longer_killed() -> None:
     outcomes = {"a": "killed", "b": "killed", "c": "timeout", "d": "survived"}
     before = [{"mutant": name, "outcome": outcome} for name, outcome in outcomes.items()]
