@@ -29,7 +29,7 @@ EVIDENCE_FOLDER = ROOT / "docs" / "evidence"
 MOVED_HEAD = """## No longer shipped
 
 These came with mupax once. Their names are refused for a new run; a run that one began goes on with `mupax train --resume --workdir FOLDER`,
-or with its own command. `mupax presets tuned PRESET:docs/evidence/PRESET.NAME.json` says everything about one, and once its file is copied
+or with its own command. `mupax presets tuned mup:docs/evidence/mup.vit-endless-v1.json` says everything about that one, and once its file is copied
 into a folder `tuned` here its name works as before.
 
 | preset | why | optimizer | rate | data |
