@@ -1,6 +1,6 @@
 """Train a recipe: `mupax train RECIPE [--FLAG VALUE ...]`.
 
-The first word is a recipe; `mupax train RECIPE --help` lists its flags, which are the fields of its config. A file stands
+The first word is a recipe; `mupax train RECIPE --help all` lists its flags, which are the fields of its config. A file stands
 in its place with `--config PATH`: JSON or YAML, such as the config.json of another run. `mupax train --resume --workdir W`
 goes on with the run in W, whose config is read from there.
 

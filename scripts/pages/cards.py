@@ -28,9 +28,9 @@ Made by `python -m scripts.pages.cards` from `presets/tuned/*.json` and `docs/ev
 EVIDENCE_FOLDER = ROOT / "docs" / "evidence"
 MOVED_HEAD = """## No longer shipped
 
-These came with mupax once. Their names are refused for a new run; a run that one began goes on with `mupax train --resume --workdir FOLDER`,
-or with its own command. `mupax presets tuned mup:docs/evidence/mup.vit-endless-v1.json` says everything about that one, and once its file is copied
-into a folder `tuned` here its name works as before.
+These came with mupax once. Their names are refused for a new run; a run that one began goes on with its own command, or with
+`mupax train --resume --workdir FOLDER`. `mupax presets tuned mup:docs/evidence/mup.vit-endless-v1.json` says everything about that
+one, and once its file is copied into a folder `tuned` here its name works as before.
 
 | preset | why | optimizer | rate | data |
 |---|---|---|---|---|"""
