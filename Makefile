@@ -16,6 +16,9 @@ INTERPRETERS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 LOCK := $(BIN)/uv pip compile pyproject.toml --quiet --universal --generate-hashes --python-version 3.11 \
 	--fork-strategy requires-python --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock"
+# The other two requirement files list what they add to requirements.txt, which is installed with them. uv names what it leaves out
+# in a comment at the end, which `lock` cuts off.
+ADDED_ONLY = $$(sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package \1/p' requirements.txt | sort -u)
 
 .PHONY: help train quick test check costs parity tpu schedulers core figures site links report wheels release lock clean
 .DEFAULT_GOAL := help
@@ -90,8 +93,11 @@ release: $(VENV)/.locked-dev ## The wheels, once version and day are the same in
 lock: $(BIN)/python ## Write the requirement files again (ARGS=--upgrade for newer versions)
 	$(PIP) install --quiet "uv>=0.6,<0.14"
 	$(LOCK) $(ARGS) --group build -o requirements.txt
-	$(LOCK) $(ARGS) --group build --extra dev --constraint requirements.txt -o requirements-dev.txt
-	$(LOCK) $(ARGS) --group build --extra site --constraint requirements-dev.txt -o requirements-site.txt
+	$(LOCK) $(ARGS) --group build --extra dev -c requirements.txt $(ADDED_ONLY) -o requirements-dev.txt
+	$(LOCK) $(ARGS) --group build --extra site -c requirements.txt -c requirements-dev.txt $(ADDED_ONLY) -o requirements-site.txt
+	for file in requirements-dev.txt requirements-site.txt; do \
+		sed '/^# The following packages were excluded from the output:$$/,$$d' $$file >$$file.part && mv $$file.part $$file || exit 1; \
+	done
 
 clean: ## Remove the environment and caches; runs/ stays
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache build dist
@@ -111,14 +117,14 @@ $(VENV)/.locked: requirements.txt pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.locked-dev: requirements-dev.txt pyproject.toml | $(BIN)/python
+$(VENV)/.locked-dev: requirements.txt requirements-dev.txt pyproject.toml | $(BIN)/python
 	@echo "installing the locked packages and tools into $(VENV), once"
-	$(PIP) install --quiet --require-hashes -r requirements-dev.txt
+	$(PIP) install --quiet --require-hashes -r requirements.txt -r requirements-dev.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $(VENV)/.locked $@
 
-$(VENV)/.locked-site: requirements-site.txt pyproject.toml | $(BIN)/python
+$(VENV)/.locked-site: requirements.txt requirements-site.txt pyproject.toml | $(BIN)/python
 	@echo "installing the locked packages and the site's tools into $(VENV), once"
-	$(PIP) install --quiet --require-hashes -r requirements-site.txt
+	$(PIP) install --quiet --require-hashes -r requirements.txt -r requirements-site.txt
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	@touch $(VENV)/.locked $@

@@ -11,7 +11,9 @@ import dataclasses
 import difflib
 import inspect
 import io
+import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -59,6 +61,10 @@ PLUGIN_HELP = (
 )
 _DESCRIPTION = "(description)"
 """Stands in tyro's help where ours goes."""
+FLAG_OF_BOX = re.compile(r"^[│| ] (?:-h, )?(--[a-z][\w.-]*)")
+"""First line of a flag in tyro's help."""
+BOX_TITLE = re.compile(r"^╭|^ (?:\S+ )?options *$")
+"""First line of a box in tyro's help. Where the terminal has ASCII alone, it is a title, and an empty line ends the box."""
 MISSING = re.compile(r"^[│| ] {5}(\S.*?) *[│|]?$", re.MULTILINE)
 """A flag or word that tyro lists as missing or unread; its help stands further right."""
 
@@ -92,6 +98,18 @@ class UsageError(MupaxError):
     """A command line that says nothing this project understands."""
 
 
+class FlagHelp(NamedTuple):
+    """The part of a command's flags that its `--help` lists."""
+
+    flags: frozenset[str]
+    note: str
+    """Line below the flags: how to list the others."""
+
+
+WIDEST_HELP = 120
+"""Columns up to which tyro sets flags in one column, which `_only_listed` reads."""
+
+
 def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
     """The command with its flags as `argv` has them; raises as `parse_known`, and UsageError for a flag that it has not.
 
@@ -106,7 +124,12 @@ def parse(command: type[T], prog: str, argv: Sequence[str]) -> T:
 
 
 def parse_known(
-    command: type[T], prog: str, argv: Sequence[str], default: T | None = None, description: str | None = None
+    command: type[T],
+    prog: str,
+    argv: Sequence[str],
+    default: T | None = None,
+    description: str | None = None,
+    flag_help: FlagHelp | None = None,
 ) -> tuple[T, list[str]]:
     """The command with its flags as `argv` has them, and the words that are none of its flags.
 
@@ -116,6 +139,7 @@ def parse_known(
         argv: the words that follow.
         default: what flags change; the fields' own defaults unless given.
         description: above the flags in `--help`; the docstring of `command` unless given.
+        flag_help: the flags that `--help` lists; all unless given.
 
     Raises:
         SystemExit: code 0, after `--help` was printed.
@@ -136,13 +160,16 @@ def parse_known(
         )
 
     try:
-        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(helptext):
+        with contextlib.redirect_stderr(message), contextlib.redirect_stdout(helptext), _narrow(flag_help):
             result, rest = parsed(list(argv))
             # Beside an unknown word tyro 1.0 gives a positional that is left out the text "[]".
             return (parsed(_without(argv, rest))[0] if rest else result), rest
     except SystemExit as stop:
         if stop.code == 0:
-            print(_help_text(helptext.getvalue(), description or inspect.getdoc(command) or ""), end="")
+            text = _help_text(helptext.getvalue(), description or inspect.getdoc(command) or "")
+            if flag_help is not None:
+                text = f"{_only_listed(text, flag_help.flags)}\n{terminal.wrapped(terminal.spoken(flag_help.note))}\n"
+            print(text, end="")
         if stop.code != 2:  # tyro's own; another is of a signal
             raise
         raise _own_error(stop) or UsageError(f"{_unboxed(message.getvalue())}\n{_help(prog)}") from None
@@ -180,6 +207,53 @@ def _help_text(text: str, description: str) -> str:
     return box.replace(_DESCRIPTION, "\n\n".join(map(terminal.wrapped, paragraphs)))
 
 
+@contextlib.contextmanager
+def _narrow(flag_help: FlagHelp | None) -> Iterator[None]:
+    """Let tyro set its help in one column, where a part of it is to be read."""
+    before = os.environ.get("COLUMNS")
+    if flag_help is not None:
+        os.environ["COLUMNS"] = str(min(shutil.get_terminal_size().columns, WIDEST_HELP))
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["COLUMNS"] = before
+        elif flag_help is not None:
+            del os.environ["COLUMNS"]
+
+
+def _only_listed(text: str, listed: frozenset[str]) -> str:
+    """Return tyro's help with the listed flags alone, without boxes that have none of them.
+
+    Args:
+        text: help in one column.
+        listed: names of flags.
+    """
+    lines: list[str] = []
+    box: list[str] = []
+    is_shown = True
+    is_empty = True
+    all_lines = text.rstrip("\n").split("\n")
+    plain_lines = [COLOUR.sub("", line) for line in all_lines]
+    for line, plain, after in zip(all_lines, plain_lines, [*plain_lines[1:], ""], strict=True):
+        # A description may have an empty line, so one ends a box only before the next box or at the end.
+        is_end = plain.startswith("╰") or (not plain.strip() and (not after or BOX_TITLE.match(after)))
+        if not box and BOX_TITLE.match(plain):
+            box = [line]
+            is_shown = is_empty = True
+        elif box and is_end:
+            lines += [] if is_empty else [*box, line]
+            box = []
+        elif box:
+            if flag := FLAG_OF_BOX.match(plain):
+                is_shown = flag[1] in listed
+                is_empty = is_empty and not is_shown
+            box += [line] if is_shown else []
+        else:
+            lines.append(line)
+    return "\n".join(lines)
+
+
 def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
     """The words but for those of the rest, which has them in the same order."""
     unread, read = list(rest), []
@@ -191,27 +265,33 @@ def _without(words: Sequence[str], rest: Sequence[str]) -> list[str]:
     return read
 
 
-def refuse(rest: Sequence[str], flags: Sequence[str], prog: str) -> None:
+def refuse(rest: Sequence[str], flags: Sequence[str], prog: str, all_flags: str = "--help") -> None:
     """Raises UsageError for the first of the words that nothing took, with the flags that are most like it.
 
     Args:
         rest: the words.
         flags: every flag that is read.
         prog: what was written before the flags.
+        all_flags: what lists all flags.
     """
     if not rest:
         return
     word = next((word for word in rest if word.startswith("-")), rest[0])
     if not word.startswith("-"):
         text = f"nothing takes the word {word!r}; write flags as --NAME VALUE, and switches such as --resume without a value"
-        raise UsageError(f"{text}\n{_help(prog)}")
+        raise UsageError(f"{text}\n{_help(prog, all_flags)}")
     flag = word.partition("=")[0].replace("_", "-")
     if f"{flag}.name" in flags:
-        raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{_help(prog)}")
+        raise UsageError(f"no flag is named {flag}; did you mean {flag}.name?\n{_help(prog, all_flags)}")
     best = sorted(dict.fromkeys((*flags, "--help")), key=lambda other: _likeness(flag, other), reverse=True)
     near = [other for other in best[:2] if _likeness(flag, other) > max(0.6, _likeness(flag, best[0]) - 0.1)]
     hint = f"did you mean {' or '.join(near)}?" if near else "none is like it"
-    raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog)}")
+    raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog, all_flags)}")
+
+
+def flag_names(owner: Any) -> list[list[str]]:
+    """Return the names of every flag of a command, its own before aliases; `owner` is as `flags` takes it."""
+    return [flag.names for flag in _flag_fields(owner)]
 
 
 def flags(owner: Any, prefix: str = "") -> list[str]:
@@ -371,8 +451,8 @@ def summary(what: Any) -> str:
     return what if isinstance(what, str) else (inspect.getdoc(what) or "").partition("\n")[0]
 
 
-def _help(prog: str) -> str:
-    return f"`{prog} --help` lists all flags"
+def _help(prog: str, all_flags: str = "--help") -> str:
+    return f"`{prog} {all_flags}` lists all flags"
 
 
 def _own_error(stop: BaseException) -> MupaxError | None:

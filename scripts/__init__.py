@@ -8,12 +8,14 @@
 | `figures` | the papers' figures, measured again |
 | `launch` | nothing: files that start a run on many hosts |
 | `pages` | pages of docs/ from what is committed, and the Markdown that all pages are made of |
-| `quality`, `vision` | docs/quality.md and docs/vision.md, with their trainings |
+| `quality` | docs/quality.md, with its trainings |
+| `vision` | small folders of images to train on |
 | `parity` | the table of docs/huggingface.md: logits beside `transformers` |
 | `report` | build/report.pdf |
 | `studies` | trained studies: transfer, tuned presets, forecasts, desiderata, experts, growth, fine-tuning rates, other code |
 
-`goldens` writes the golden tables of the tests, `release` says what is missing before a release.
+`goldens` writes the golden tables of the tests, `release` says what is missing before a release. A finished measurement keeps its data
+in docs/, with its command and the commit that has the command.
 """
 
 from pathlib import Path

@@ -186,7 +186,7 @@ def test_the_installed_command_names_itself(
     words = ["train", "lm-tiny", "--stpes", "3"]
     monkeypatch.setattr(sys, "argv", [program, *words])
     assert main(words) == 2
-    assert "`mupax train lm-tiny --help` lists all flags" in capsys.readouterr().err
+    assert "`mupax train lm-tiny --help all` lists all flags" in capsys.readouterr().err
     for word in ("generate", "lm-tiny"):
         assert main([word]) == 2
         assert f"{word} comes after train; write `mupax train {word}`" in capsys.readouterr().err

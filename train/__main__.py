@@ -1,6 +1,6 @@
 """Train a recipe: `mupax train RECIPE [--FLAG VALUE ...]`.
 
-The first word is a recipe; `mupax train RECIPE --help` lists its flags, which are the fields of its config. A file stands
+The first word is a recipe; `mupax train RECIPE --help all` lists its flags, which are the fields of its config. A file stands
 in its place with `--config PATH`: JSON or YAML, such as the config.json of another run. `mupax train --resume --workdir W`
 goes on with the run in W, whose config is read from there.
 
@@ -116,7 +116,8 @@ def main(argv: list[str]) -> int:
         with memory.explained(_LESS_MEMORY.get(name, "Take a smaller model, or a machine with more memory")):
             return importlib.import_module(f"mupax.train.{COMMANDS[name][0]}").main(words)
     else:
-        command = cli.parse(name, cli.recipe(name), words)
+        start, words = _recipe_or_record(name, words)
+        command = cli.parse(name, start, words)
     if command.print_config:
         from mupax.train.config.record import to_json
 
@@ -137,6 +138,31 @@ def main(argv: list[str]) -> int:
     from mupax.train.run import loop
 
     return loop.run(command.config)
+
+
+def _recipe_or_record(name: str, words: Sequence[str]) -> tuple[Callable[[], Config], Sequence[str]]:
+    """Return what makes the config that the words change, and the words.
+
+    A run that goes on and whose tuned preset no longer comes with mupax starts from its own
+    record, which has the numbers of that preset, and not from the recipe.
+    """
+    from mupax.train.config import cli
+
+    recipe = cli.recipe(name)
+    if "--resume" not in words or not any(":" in word for word in words):
+        return recipe, words
+    from mupax.paths import path_of
+    from mupax.train.checkpoints import workdir
+    from mupax.train.config import tuned
+    from mupax.train.config.recipes import files
+
+    moved = tuned.named_moved(words)
+    place = cli.value_of("--workdir", words) or str(recipe().resolved().workdir)
+    fields = workdir.recorded(path_of(place)) if moved else {}
+    if moved is None or not fields:
+        return recipe, words
+    terminal.note(f"note: {moved} no longer comes with mupax; its numbers are those that {place} has recorded")
+    return files.of_one_record(fields["config"], f"{place}/config.json"), tuned.without_preset(words)
 
 
 def _run_to_go_on_with(argv: Sequence[str]) -> tuple[str, Callable[[], Config]]:

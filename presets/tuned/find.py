@@ -24,6 +24,11 @@ from mupax.presets.tuned.judgement import Verdict, judge
 FOLDER = Path(__file__).parent
 OWN_FOLDER = Path("tuned")
 """Where a user's own are written and looked for, relative to where the command runs."""
+MOVED = {
+    "depth-mup:lm-python-half-v1": "its best learning rate drifts as the model grows",
+    "mup:vit-endless-v1": "it was tuned at one size and never tried at another",
+}
+"""Tuned presets that came with mupax once, and why they no longer do. docs/evidence/ of the source has their files."""
 FAR = 3.0
 """Doublings of an axis beyond the studied sizes from which on training warns: studies themselves span about as many."""
 
@@ -106,7 +111,7 @@ def find(word: str) -> Tuned:
     """The tuned preset that PRESET:NAME or PRESET:PATH.json names.
 
     Raises:
-        PresetError: there is none, or its file is not one.
+        PresetError: there is none, it no longer comes with mupax, or its file is not one.
     """
     preset, _, name = word.partition(":")
     if not name:
@@ -122,6 +127,12 @@ def find(word: str) -> Tuned:
     paths = files()
     if word in paths:
         return load(paths[word])
+    if word in MOVED:
+        raise PresetError(
+            f"{word} no longer comes with mupax: {MOVED[word]}. Its data are docs/evidence/{preset}.{name}.json in the "
+            f"source; write {preset} and tune it, or copy that file to {OWN_FOLDER.absolute()}, where {word} is found. "
+            "A run that it began goes on with `mupax train --resume --workdir FOLDER`"
+        )
     own = [other for other in paths if other.startswith(f"{preset}:")]
     raise PresetError(
         f"the preset {preset} has no tuned constants named {name!r}; write {', '.join([preset, *own])} "

@@ -29,7 +29,7 @@ fi
 [ -x "$folder/uv/bin/uv" ] \
     || timeout 120 "$python" -m pip --disable-pip-version-check install -q --target "$folder/uv" "uv>=0.6,<0.14" \
     || missing "uv, which installs the wheels"
-grep -E '^[A-Za-z].*==' requirements-dev.txt | sed 's/ *\\$//' >"$folder/locked.txt"
+grep -hE '^[A-Za-z].*==' requirements.txt requirements-dev.txt | sed 's/ *\\$//' >"$folder/locked.txt"
 wheel() { # folder, requirement, options...
     local name=$1 requirement=$2
     shift 2

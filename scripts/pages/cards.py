@@ -5,7 +5,7 @@ python -m scripts.pages.cards
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mupax.presets.tuned import find
@@ -19,10 +19,21 @@ One card for each that comes with the project: what it gives a run, what it was 
 **transfers** and **drifts** are of the best learning rate as a size grows: a drift within ± {TOLERANCE:.2f} octaves a doubling whose 95 %
 interval lies inside ± {BOUND:.2f}, and one whose interval lies wholly outside ± {TOLERANCE:.2f}; **undecided** is anything else,
 **one size** a rate that was never tried on another. A run whose sizes lie beyond those measured prints a warning.
+Of what came with the project once, only [the data](#no-longer-shipped) are kept.
 Losses are nats on data of this project's own machine, so they say which rate is best and nothing about other data.
 
-Made by `python -m scripts.pages.cards` from `presets/tuned/*.json`; yours are made by `--save-tuned` of `sweep`, `transfer` and `tune`.
+Made by `python -m scripts.pages.cards` from `presets/tuned/*.json` and `docs/evidence/*.json`; yours are made by `--save-tuned` of
+`sweep`, `transfer` and `tune`.
 """
+EVIDENCE_FOLDER = ROOT / "docs" / "evidence"
+MOVED_HEAD = """## No longer shipped
+
+These came with mupax once. Their names are refused for a new run; a run that one began goes on with its own command, or with
+`mupax train --resume --workdir FOLDER`. `mupax presets tuned mup:docs/evidence/mup.vit-endless-v1.json` says everything about that
+one, and once its file is copied into a folder `tuned` here its name works as before.
+
+| preset | why | optimizer | rate | data |
+|---|---|---|---|---|"""
 EVIDENCE = {
     "transfers": "The best rate was measured to stay where it is as the model grows.",
     "drifts": "The best rate was measured to move as the model grows: tune again before you rely on it at another size.",
@@ -94,8 +105,20 @@ def page() -> str:
         f"{each.optimizer['peak_lr']:.4g} | {each.provenance['data']} |"
         for each in shipped
     ]
+    moved = [find.load(path) for path in sorted(EVIDENCE_FOLDER.glob("*.json"))]
     table = ["| preset | evidence | optimizer | rate | data |", "|---|---|---|---|---|", *rows, ""]
-    return "\n".join([HEAD, *table, *(line for each in shipped for line in card(each))])
+    cards = [line for each in shipped for line in card(each)]
+    return "\n".join([HEAD, *table, *cards, *_moved(moved)])
+
+
+def _moved(presets: Sequence[find.Tuned]) -> list[str]:
+    """Return the lines about tuned presets whose files are kept as data alone."""
+    rows = [
+        f"| {each.use} | {find.MOVED[each.use]} | {each.optimizer['name']} | {each.optimizer['peak_lr']:.4g} | "
+        f"`docs/evidence/{each.preset}.{each.name}.json` |"
+        for each in presets
+    ]
+    return [MOVED_HEAD, *rows, ""]
 
 
 def main() -> int:

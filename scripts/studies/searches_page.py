@@ -18,8 +18,8 @@ mupax train transfer lm-tiny --grow head_dim=16,32,64 --search frugal --dry-run
 trains the smallest size as above, and every larger one at three rates an octave apart around where the smaller sizes lead, from one
 seed; with the smallest size's curvature the slope between them gives the best rate. A size where that is uncertain has a second seed,
 and one that its own noise leaves uncertain is searched in full (`train/studies/transfer/frugal.py`). There is no verdict on transfer.
-Replayed on the rows of these studies (`python -m scripts.studies.frugal`; {settings} sizes that have a best rate, all orders of three
-seeds; within a quarter octave of the parabola of all rates and three seeds; cost in FLOPs, of those of all these runs):
+Replayed on the rows of these studies (`python -m scripts.studies.frugal` of commit `8df49599`; {settings} sizes that have a best rate,
+all orders of three seeds; within a quarter octave of the parabola of all rates and three seeds; cost in FLOPs, of those of all these runs):
 
 | search | found | cost |
 |---|---|---|
@@ -43,7 +43,7 @@ def document() -> str:
 
 
 def _replayed() -> str:
-    """From what `python -m scripts.studies.frugal` wrote."""
+    """Return the part on the frugal search, from docs/frugal.json."""
     record = disk.read_json(ROOT / "docs" / "frugal.json")
 
     def cells(each: Sequence[Mapping[str, float]], settings: Sequence[int]) -> str:
@@ -82,4 +82,7 @@ def _trained(content: Mapping[str, Any]) -> str:
             f"{mean:+.4f} ± {half:.4f} nats from the grid's best point, on {tuned['seeds']} fresh seeds",
         ],
     ]  # fmt: skip
-    return f"`{content['command']}` trains both searches beside both grids, with three seeds at every point of a grid:\n\n{table(rows)}"
+    made_by = f"`{content['command']}` of commit `{content['commit']}`"
+    return (
+        f"{made_by} trains both searches beside both grids, with three seeds at every point of a grid:\n\n{table(rows)}"
+    )

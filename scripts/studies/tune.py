@@ -1,4 +1,4 @@
-"""Tunes the presets that come with the project: writes presets/tuned/*.json, a transfer study each.
+"""Tunes the presets that come with the project, a transfer study each: writes presets/tuned/*.json and docs/evidence/*.json.
 
     python -m scripts.studies.tune [PRESET:NAME ...] [--minutes 8] [--list]
 
@@ -16,6 +16,7 @@ import shlex
 import shutil
 from collections.abc import Sequence
 
+from mupax.presets.tuned import find
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.train.studies.tune import command as tune_command
 from mupax.zoo.configs import ConfigError
@@ -61,10 +62,16 @@ SEARCHED = {
     "mup:vit-endless-v1": (
         "vit-endless --model.width 64 --model.depth 2 --model.num-heads 4 --over "
         "lr,embedding.lr=2^0:2^6,readout.lr=2^0:2^6,readout.std=2^-1:2^4 --points 24 --confirm 3 --minutes 90 --no-eval "
-        "--save-tuned presets/tuned/mup.vit-endless-v1.json"
+        "--save-tuned docs/evidence/mup.vit-endless-v1.json"
     )
 }
 """PRESET:NAME to the words of `mupax train tune` that searched several constants of a base."""
+
+
+def path_of(use: str) -> str:
+    """Return where the file of PRESET:NAME is, relative to the checkout."""
+    folder = "docs/evidence" if use in find.MOVED else "presets/tuned"
+    return f"{folder}/{use.replace(':', '.', 1)}.json"
 
 
 def studies(minutes: float) -> dict[str, list[str]]:
@@ -75,13 +82,11 @@ def studies(minutes: float) -> dict[str, list[str]]:
             word, name = preset.partition(" ")[0], f"{run}{added}-v1"
             commands[f"{word}:{name}"] = shlex.split(
                 f"{recipe} {flags} --grow {grow} --minutes {minutes:g} --out runs/tuned/{run} "
-                f"--save-tuned presets/tuned/{word}.{name}.json"
+                f"--save-tuned {path_of(f'{word}:{name}')}"
             )
     for preset, (study, recipe, flags, grow) in COMMITTED.items():
-        word, _, name = preset.partition(":")
         commands[preset] = shlex.split(
-            f"{recipe} {flags} --control none --grow {grow} --minutes 60 --out runs/tuned/{study} "
-            f"--save-tuned presets/tuned/{word}.{name}.json"
+            f"{recipe} {flags} --control none --grow {grow} --minutes 60 --out runs/tuned/{study} --save-tuned {path_of(preset)}"
         )
     return commands
 

@@ -1,1 +1,1 @@
-"""What vision transforms, tuned constants and fine-tuning are worth: the numbers of docs/vision.md and docs/own_images.md."""
+"""Small image folders, which the study of recipes for them trains on."""

@@ -90,8 +90,13 @@ def parse(
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     argv = command_line.with_dashed_values(argv, start)
-    command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe))
-    command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog)
+    flag_help = None
+    if {"-h", "--help"} & set(argv):
+        from mupax.train.config import short_help
+
+        flag_help = short_help.flag_help(argv, command_line.flag_names(start), prog)
+    command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe), flag_help)
+    command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog, "--help all")
     if command.config.preset.joint != "none":
         from mupax.train.config import tuned
 

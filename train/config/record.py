@@ -48,7 +48,7 @@ def from_json(fields: Mapping[str, Any]) -> Config:
         ConfigError: a field that no config has, one without a default that is missing, a value of another type, or values
             that do not fit together.
     """
-    fields = with_current_pixels(_object("the config", fields))
+    fields = with_current_preset(with_current_pixels(_object("the config", fields)))
     return _make(Config, "", {**fields, "model": model_from_json(fields.get("model", {}))})
 
 
@@ -115,6 +115,16 @@ def _older_pixels(fields: Mapping[str, Any], image_size: int) -> dict[str, Any]:
     return older
 
 
+def with_current_preset(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config as JSON whose preset is one that comes with mupax today, with the numbers that it had."""
+    preset = config.get("preset")
+    if not isinstance(preset, Mapping) or ":" not in str(preset.get("name")):
+        return dict(config)
+    from mupax.train.config import tuned
+
+    return {**config, "preset": tuned.without_moved(preset)}
+
+
 def preset_from_json(fields: Mapping[str, Any]) -> PresetConfig:
     """The `PresetConfig` whose fields a record holds; raises as `from_json`."""
     return _make(PresetConfig, "preset.", _object("preset", fields))
@@ -127,7 +137,7 @@ def completed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, An
         before: a recorded config, as `to_json` gave it then.
         now: a config of this version, as `to_json` gives it.
     """
-    return _filled(with_current_pixels(before), now)
+    return _filled(with_current_preset(with_current_pixels(before)), now)
 
 
 def _filled(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

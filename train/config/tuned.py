@@ -6,7 +6,7 @@ The config that comes of it has every number written out and names the preset al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mupax import terminal
@@ -22,6 +22,22 @@ if TYPE_CHECKING:
     from mupax.presets.tuned.find import Tuned
 
 FLAGS = ("--preset", "--preset.name")
+_MOVED: dict[str, dict[str, Any]] = {
+    "depth-mup:lm-python-half-v1": {
+        "name": "depth-mup",
+        "base": "embed=64,heads=4,kv_heads=4,head_dim=16,mlp=160,layers=2",
+        "alpha_a": 1.0,
+        "alpha_l": 0.5,
+        "constants": [],
+    },
+    "mup:vit-endless-v1": {
+        "name": "mup",
+        "base": "embed=64,head_dim=16,heads=4,kv_heads=4,mlp=256,layers=4",
+        "alpha_a": 1.0,
+        "constants": ["rates.patch_embedding=11.8146", "rates.readout=64.0", "stds.readout=1.09051"],
+    },
+}
+"""Fields of `preset` that tuned presets of `find.MOVED` stand for, in records that name one there."""
 
 
 def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Config, list[str], Tuned | None]:
@@ -62,6 +78,49 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
     warmup_steps = round(numbers.pop("warmup_fraction") * total)
     optimizer = dataclasses.replace(config.optimizer, **numbers, warmup_steps=warmup_steps, decay_steps=None)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer), words, study
+
+
+def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's `preset` with the numbers of a tuned preset that no longer comes with mupax, where it names one.
+
+    What the record itself says of base and constants holds, as it did beside the name.
+    """
+    moved = _MOVED.get(str(preset.get("name")))
+    if moved is None:
+        return dict(preset)
+    written = {name: value for name, value in preset.items() if value is not None}
+    own = [text for text in written.get("constants", []) if isinstance(text, str)]
+    names = {text.partition("=")[0] for text in own}
+    constants = [text for text in moved["constants"] if text.partition("=")[0] not in names]
+    return {**preset, **moved, **written, "name": moved["name"], "constants": [*constants, *own]}
+
+
+def named_moved(argv: Sequence[str]) -> str | None:
+    """Return the tuned preset that the words name, where it no longer comes with mupax and no folder has it."""
+    from mupax.presets.tuned import find
+
+    named = [word for word in _named(argv) if word in find.MOVED]
+    return named[-1] if named and named[-1] not in find.files() else None
+
+
+def _named(argv: Sequence[str]) -> Iterator[str]:
+    """Yield every value of the flags that name a preset."""
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag in FLAGS:
+            yield value if equals else after
+
+
+def without_preset(argv: Sequence[str]) -> list[str]:
+    """Return the words without the flags that name a preset."""
+    words: list[str] = []
+    is_value = False
+    for word in argv:
+        flag, equals, _ = word.partition("=")
+        if not is_value and flag not in FLAGS:
+            words.append(word)
+        is_value = not is_value and flag in FLAGS and not equals
+    return words
 
 
 def check(study: Tuned, config: Config) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mupax.train.config.run import Config, DataConfig, MeshConfig, PresetConfig
@@ -22,7 +23,6 @@ from mupax.train.reuse.generate.sampling import Sampling
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
-from scripts.bench.runs import generate_uncached
 
 PROMPT = 8
 SMALLER = {"gpt2": {"width": 256, "num_heads": 4, "depth": 4, "vocab_size": 2048, "seq_len": 256}}
@@ -41,16 +41,22 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     params, numbers = program.initial_state().params, program.step_inputs()
     prompt, length = np.arange(1, 1 + PROMPT, dtype=np.int32), model.seq_len - PROMPT
     generator = Generator(program, params, numbers, sampling=Sampling(temperature=0))
-    logits = jax.jit(lambda params, window: logits_of(program.definition, params, numbers, window))
 
-    def whole(window: np.ndarray) -> jax.Array:
-        return logits(params, window)
+    @jax.jit
+    def next_token(params: Any, window_BT: jax.Array, position: jax.Array) -> jax.Array:
+        logits_BTV = logits_of(program.definition, params, numbers, window_BT)
+        return jnp.argmax(logits_BTV[0, position])
+
+    def uncached() -> np.ndarray:
+        window_BT = np.zeros((1, model.seq_len), np.int32)
+        window_BT[0, :PROMPT] = prompt
+        for end in range(PROMPT, model.seq_len):
+            window_BT[0, end] = next_token(params, window_BT, np.int32(end - 1))
+        return window_BT[0, PROMPT:]
 
     ways = {
         "cached": lambda: generator.complete(prompt, length)[0],
-        "uncached": lambda: generate_uncached.sample(whole, prompt, length, seq_len=model.seq_len, temperature=0)[
-            PROMPT:
-        ],
+        "uncached": uncached,
     }
     np.testing.assert_array_equal(ways["cached"](), ways["uncached"]())
     result = compared(in_turns(ways, rounds, steps_per_turn=1), "cached")

@@ -20,15 +20,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupax.train.config.run import Config
-from mupax.train.reuse.start import finetune
+from mupax.train import data
+from mupax.train.config.run import Config, InitConfig
+from mupax.train.core.program import Program, assemble
+from mupax.train.reuse.start import finetune, init_from
+from mupax.train.run.evaluate import evaluate
 from mupax.train.studies.transfer.fit import Curve
 from scripts import ROOT
-from scripts.vision.finetune import scores
 
 OUT = ROOT / "docs" / "finetuning.json"
 WIDTHS: tuple[int, int] = (16, 64)
@@ -139,7 +141,8 @@ def measured(workdir: Path, setting: Setting, seed: int, octaves: int | None) ->
     shipped = config(workdir, setting, seed)
     peak = shipped.optimizer.peak_lr * 2.0 ** (octaves or 0)
     optimizer = dataclasses.replace(shipped.optimizer, peak_lr=peak)
-    loss, _ = scores(dataclasses.replace(shipped, optimizer=optimizer), 0 if octaves is None else None)
+    run = dataclasses.replace(shipped, optimizer=optimizer)
+    loss = final_loss(run, steps=0 if octaves is None else None)
     row = dict(zip(("preset", "width", "arm"), setting, strict=True))
     rate = None if octaves is None else peak
     return {**row, "seed": seed, "octaves": octaves, "rate": rate, "loss": loss if math.isfinite(loss) else None}
@@ -163,3 +166,45 @@ def config(workdir: Path, setting: Setting, seed: int) -> Config:
         subprocess.run([sys.executable, "-m", "mupax.train", *words], check=True)
     words = ["lm", np.get_include(), "--from", str(source), *TUNE.split(), *ARMS[arm], "--seed", str(seed)]
     return finetune.command(words).config
+
+
+class CompiledSteps(NamedTuple):
+    """A program with its compiled training and evaluation steps."""
+
+    program: Program
+    train_step: Any
+    eval_step: Any
+
+
+@functools.lru_cache
+def _compiled(config: Config) -> CompiledSteps:
+    program = assemble(config)
+    train_step = program.compile_train()
+    return CompiledSteps(program, train_step, program.compile_eval(train_step))
+
+
+def final_loss(config: Config, steps: int | None = None) -> float:
+    """Return the evaluation loss (nats) after a run of `finetune`, without a workdir.
+
+    Args:
+        config: of the run.
+        steps: after how many; all of them unless given.
+    """
+    # Runs that differ in numbers and files alone share a program, so that each is compiled once.
+    source_kind = config.data.name.partition(":")[0]
+    shape = dataclasses.replace(config.data, name=f"{source_kind}:x")
+    optimizer = dataclasses.replace(config.optimizer, peak_lr=1.0, layer_decay=1.0)
+    plain = dataclasses.replace(config, seed=0, workdir=None, init=InitConfig(), data=shape, optimizer=optimizer)
+    program, train_step, eval_step = _compiled(plain)
+    program = program.renumbered(config)
+    source = data.load(config.data, config.model, seed=config.data_seed, note=lambda line: None)
+    if config.init.init_from is not None:
+        state = init_from.initial_state(program, init_from.prepare(program))
+    else:
+        state = program.initial_state()
+    state = program.placed(state, train_step)
+    step_inputs = program.step_inputs()
+    feed = program.train_feed()
+    for k in range(config.steps if steps is None else steps):
+        state, _ = train_step(state, step_inputs, feed.put(source.train_batch(k)))
+    return evaluate(eval_step, state.params, step_inputs, source, program.eval_feed()).loss

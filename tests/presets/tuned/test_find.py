@@ -17,6 +17,7 @@ from mupax.presets.tuned import find as tuned
 pytestmark = pytest.mark.core
 
 FILE = "depth-mup.mine-v1.json"
+EVIDENCE = Path(__file__).parents[3] / "docs" / "evidence"
 BASE = {"embed": 64, "heads": 4, "kv_heads": 4, "head_dim": 16, "mlp": 160, "layers": 4}
 
 
@@ -54,16 +55,32 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuned.Tuned:
 
 
 def test_every_file_of_the_project_fits_the_schema():
-    for path in sorted(tuned.FOLDER.glob("*.json")):
+    for path in (*tuned.FOLDER.glob("*.json"), *EVIDENCE.glob("*.json")):
         entry = tuned.load(path)
         assert path.name == f"{entry.preset}.{entry.name}.json"
-        assert presets.get(entry.use).base == entry.base
+        assert presets.get(f"{entry.preset}:{path}").base == entry.base
         optimum = entry.provenance["log2_optimum"]
         if search := entry.provenance.get("search"):  # over several constants, no rate by itself
             assert search["winner_less_start"]["high"] < 0, path.name
         else:
             assert optimum["low"] is not None, path.name
         assert entry.optimizer["peak_lr"] == pytest.approx(2 ** optimum["value"], rel=1e-3)
+
+
+def test_what_drifts_or_rests_on_one_size_is_evidence_and_not_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """But for the preset of the first run."""
+    shipped = {preset.use: preset.evidence for preset in map(tuned.load, tuned.FOLDER.glob("*.json"))}
+    assert {use for use, evidence in shipped.items() if evidence in ("drifts", "one size")} == {"mup:lm-laptop-v1"}
+    assert {preset.use for preset in map(tuned.load, EVIDENCE.glob("*.json"))} == set(tuned.MOVED)
+
+    monkeypatch.chdir(tmp_path)
+    for use in tuned.MOVED:
+        file = f"{use.replace(':', '.')}.json"
+        with pytest.raises(PresetError, match=rf"docs/evidence/{re.escape(file)}"):
+            presets.get(use)
+        (tmp_path / "tuned").mkdir(exist_ok=True)
+        (tmp_path / "tuned" / file).write_bytes((EVIDENCE / file).read_bytes())
+        assert tuned.find(use) == tuned.load(EVIDENCE / file)
 
 
 def test_a_file_comes_back_as_it_was(mine: tuned.Tuned):

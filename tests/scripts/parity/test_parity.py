@@ -19,9 +19,9 @@ from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import CONFIGS, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import config as huggingface
-from scripts.bench.runs import generate_uncached
 from scripts.parity import __main__ as parity
 from scripts.parity import models
+from tests.fixtures import generate_uncached
 
 MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [

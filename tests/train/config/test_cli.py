@@ -6,12 +6,15 @@ import dataclasses
 import inspect
 import json
 import os
+import re
 
 import pytest
 
 from mupax import command_line
 from mupax.presets import PRESETS
 from mupax.train.__main__ import COMMANDS, main
+from mupax.train.config import short_help
+from mupax.train.config.cli import Command
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json
@@ -207,9 +210,62 @@ def test_help_lists_recipes(capsys: Capture) -> None:
         assert (inspect.getdoc(recipe) or "").splitlines()[0] in out
 
 
+def listed(capsys: Capture, *words: str) -> set[str]:
+    """Return the names, of those before aliases, of the flags that a help lists."""
+    assert main([*words]) == 0
+    names = {name for names in command_line.flag_names(Command(config=RECIPES[words[0]]())) for name in names[:1]}
+    first_lines = re.findall(r"^[│ ] (--?[a-z].*)$", capsys.readouterr().out, re.MULTILINE)
+    found_flags = {flag for line in first_lines for flag in re.findall(r"--[\w.-]+", line)}
+    assert len(names & found_flags) == len([line for line in first_lines if not line.startswith("-h")])
+    return names & found_flags
+
+
+@pytest.mark.parametrize(("name", "columns"), [("lm-tiny", "80"), ("vit-s16-imagenet", "200"), ("ed-tiny", "120")])
+def test_help_of_a_recipe_has_the_flags_in_use(
+    name: str, columns: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    flags = listed(capsys, name, "--help")
+    assert {"--steps", "--optimizer.peak-lr", "--model.width", "--data.name", "--workdir"} <= flags
+    assert flags <= short_help.COMMON
+    assert 40 <= len(flags) <= 60
+    assert os.environ["COLUMNS"] == columns
+
+
+def test_every_flag_in_use_is_one_of_a_recipe() -> None:
+    of_recipes = {flag for make in RECIPES.values() for flag in command_line.flags(Command(config=make()))}
+    assert of_recipes >= short_help.COMMON
+
+
+def test_help_of_a_section_has_all_of_its_flags_and_no_other(capsys: Capture) -> None:
+    every_flag = {names[0] for names in command_line.flag_names(Command(config=RECIPES["lm-tiny"]()))}
+    sections = ("run", "model", "faults")
+    by_section = {section: listed(capsys, "lm-tiny", "--help", section) for section in sections}
+    assert "--model.rotary-fraction" in by_section["model"]
+    assert by_section == {
+        section: {flag for flag in every_flag if short_help.section_of(flag) == section} for section in sections
+    }
+    assert "write all, or one of run, model" in refused(capsys, "lm-tiny", "--help", "modell")
+
+
+def test_help_without_boxes_has_the_flags_in_use_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the terminal has ASCII alone."""
+    boxed = listed(capsys, "lm-tiny", "--help")
+    monkeypatch.setattr(command_line._Held, "encoding", "ascii")
+    assert listed(capsys, "lm-tiny", "--help") == boxed
+
+
+def test_a_flag_that_help_leaves_out_still_works(capsys: Capture, started: list[Config]) -> None:
+    assert "--model.rotary-fraction" not in short_help.COMMON
+    assert main(["lm-tiny", "--model.rotary-fraction", "0.5", "--faults.spike-deviations", "9"]) == 0
+    (config,) = started
+    assert isinstance(config.model, DecoderConfig)
+    assert (config.model.rotary_fraction, config.faults.spike_deviations) == (0.5, 9)
+
+
 @pytest.mark.parametrize("name", ["lm-tiny", "vit-digits"])
-def test_help_of_a_recipe_has_every_flag(name: str, capsys: Capture) -> None:
-    assert main([name, "--help"]) == 0
+def test_help_all_of_a_recipe_has_every_flag(name: str, capsys: Capture) -> None:
+    assert main([name, "--help", "all"]) == 0
     out = capsys.readouterr().out
     assert [
         flag for flag in command_line.flags(RECIPES[name]()) if f"{flag} " not in out and f"{flag}," not in out

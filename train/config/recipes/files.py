@@ -47,12 +47,23 @@ def recipe(path: str) -> Callable[[], Config]:
     def load() -> Config:
         try:
             current = with_current_pixels(_with_named_sources(fields), is_record=False)
+            if "config" not in content:  # a new run; what a run has recorded is repeated
+                _refuse_moved_preset(current.get("preset"))
             return from_json(_over(_start(fields), current))
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
 
     load.__doc__ = f"The config of {path}."
     return load
+
+
+def _refuse_moved_preset(preset: Any) -> None:
+    name = preset.get("name") if isinstance(preset, Mapping) else None
+    if isinstance(name, str) and ":" in name:
+        from mupax.presets.tuned import find
+
+        if name in find.MOVED:
+            find.find(name)
 
 
 def of_one_record(fields: Mapping[str, Any], path: str) -> Callable[[], Config]:

@@ -5,8 +5,8 @@ tilt and proportions, colours, which of shape and ground is lighter, the stripes
 noise, dabs that hide parts, and fainter stripes behind, in any direction. All shapes have the same area. So a pixel
 tells next to nothing by itself, and a shape or its stripes alone only half; a model finds the stripes first, then shapes.
 
-`python -m scripts.bench.recipes.shapes` measures how hard that is (a linear model, a tiny and a small vision transformer) and how
-fast it is drawn, and writes docs/shapes.json. Image `index` of a stream is a function of (seed, stream, index), up to the
+docs/shapes.json says how hard that is for a linear model and how fast images are drawn, docs/vision/larger.json what vision
+transformers make of them. Image `index` of a stream is a function of (seed, stream, index), up to the
 last bit of the sines of this machine's numpy, and no two indices start from the same random state.
 
 Shapes: B images, P = SIZE * SIZE pixels in rows, C = 3 colours.

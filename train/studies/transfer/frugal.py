@@ -8,7 +8,7 @@ where the vertex lies further off the three are moved. Where it is then known le
 seed, which tells the size's own noise; where less well than to `TWO_SEEDS`, the size is searched in full as the smallest was. There is
 no verdict on transfer, whose interval needs more seeds.
 
-`python -m scripts.studies.frugal` replays it on the rows of the committed studies (docs/frugal.json).
+docs/frugal.json has a replay of it on the rows of the committed studies, which its numbers were chosen on.
 """
 
 from __future__ import annotations

@@ -44,8 +44,9 @@ def check_name(name: str, preset: str) -> str:
         raise ConfigError(f"--save-tuned {name}: write a file name {preset}.NAME.json")
     bare = path.stem.removeprefix(f"{preset}.") if path.suffix == ".json" else name
     find.check_name(bare)
-    if bare == name and (find.FOLDER / f"{preset}.{name}.json").exists():
-        raise ConfigError(f"--save-tuned {name}: {preset}:{name} comes with the project; write another name")
+    comes_with_mupax = (find.FOLDER / f"{preset}.{name}.json").exists()
+    if bare == name and (comes_with_mupax or f"{preset}:{name}" in find.MOVED):
+        raise ConfigError(f"--save-tuned {name}: {preset}:{name} comes or came with the project; write another name")
     return bare
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from scripts.bench.runs import generate_uncached
+from tests.fixtures import generate_uncached
 
 pytestmark = pytest.mark.core
 

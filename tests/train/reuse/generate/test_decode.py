@@ -19,7 +19,7 @@ from mupax.train.reuse.generate.command import pieces
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling, draw
 from mupax.zoo.configs import DecoderConfig
-from scripts.bench.runs import generate_uncached
+from tests.fixtures import generate_uncached
 
 SEQ_LEN, VOCAB = 12, 17
 LLAMA = DecoderConfig(

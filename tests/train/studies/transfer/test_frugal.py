@@ -14,13 +14,14 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import PresetConfig
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.fit import STEP
-from mupax.train.studies.transfer.frugal import ONE_SEED, TWO_SEEDS, Frugal
+from mupax.train.studies.transfer.frugal import AGREE, ONE_SEED, TWO_SEEDS, Frugal
 from mupax.train.studies.transfer.study import Point, plan
-from scripts.studies import frugal as replay
+from tests.fixtures import frugal_replay
 from tests.train.studies.transfer.test_command import command
 
 SIZES = (16, 32, 64, 128)
-RECORD = json.loads((Path(replay.ROOT) / "docs" / "frugal.json").read_text())
+DOCS = Path(__file__).parents[4] / "docs"
+RECORD = json.loads((DOCS / "frugal.json").read_text())
 
 
 class Curves:
@@ -101,8 +102,8 @@ def test_where_the_smallest_size_has_no_minimum_the_next_is_searched_in_full() -
 
 def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> None:
     shipped = RECORD["shipped"]
-    assert {name: shipped[name] for name in replay.CHOICES} == {n: getattr(replay.frugal, n) for n in replay.CHOICES}
-    summary = replay.judged(list(replay.recorded((*replay.CHOSEN_ON, *replay.LATER))))
+    assert [shipped[name] for name in ("ONE_SEED", "TWO_SEEDS", "AGREE")] == [ONE_SEED, TWO_SEEDS, AGREE]
+    summary = frugal_replay.summary(list(shipped["by_study"]))
     assert summary == shipped["all"]
     assert summary["within_a_quarter_octave"] >= 0.95
     assert summary["cost"] <= 0.4
@@ -113,7 +114,7 @@ def test_the_record_is_what_the_committed_rows_give_and_the_control_loses() -> N
 def test_numbers_chosen_elsewhere_find_nearly_as_many_for_as_little() -> None:
     """Chosen on ten studies and shown on the eleventh; that 95 % are not found so is on the page."""
     alone = [each for each in RECORD["held_out"] if len(each["held_out"]) == 1]
-    assert {each["held_out"][0] for each in alone} == {*replay.CHOSEN_ON, *replay.LATER}
+    assert {each["held_out"][0] for each in alone} == set(RECORD["shipped"]["by_study"])
     weights = [each["settings"] for each in alone]
     hit, cost = (
         np.average([e["shown_on"][n] for e in alone], weights=weights) for n in ("within_a_quarter_octave", "cost")

@@ -32,8 +32,15 @@ from tests.presets.tuned.test_find import BASE, mine
 pytestmark = pytest.mark.core
 __all__ = ["mine"]
 
+EVIDENCE = Path(__file__).parents[4] / "docs" / "evidence"
 SWEPT = "mup:lm-laptop-v1"
 """What a sweep has tuned, at one size: the rate of the recipe of that name."""
+
+
+def committed() -> dict[str, tuned.Tuned]:
+    """Return every tuned preset that the project ships or keeps as evidence."""
+    paths = (*tuned.FOLDER.glob("*.json"), *EVIDENCE.glob("*.json"))
+    return {preset.use: preset for preset in map(tuned.load, paths)}
 
 
 # Runs
@@ -164,27 +171,28 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
             f"base embed=64,heads=4,kv_heads=4,head_dim=16,mlp={160 if 'lm' in name else 256},layers=2"
             in capsys.readouterr().out
         )
-    assert {path.stem.replace(".", ":", 1) for path in tuned.FOLDER.glob("*.json")} <= {*studies, *tune.SEARCHED, SWEPT}
+    assert {*studies, *tune.SEARCHED, SWEPT} >= committed().keys()
 
 
 def test_what_comes_with_the_project_was_made_by_the_committed_command():
     studies = tune.studies(minutes=1)
-    shipped = {one.use: one for one in map(tuned.load, tuned.FOLDER.glob("*.json"))}
-    assert {*studies, *tune.SEARCHED, SWEPT} == set(shipped)
+    presets = committed()
+    assert {*studies, *tune.SEARCHED, SWEPT} == set(presets)
     for use, words in studies.items():
-        arguments = shlex.split(shipped[use].provenance["command"].removeprefix("python -m train transfer "))
-        for each in (arguments, words):  # how long it may take decides nothing
+        arguments = shlex.split(presets[use].provenance["command"].removeprefix("python -m train transfer "))
+        for each in (arguments, words):  # how long it may take decides nothing, nor where the file is kept
             del each[each.index("--minutes") + 1]
+            del each[each.index("--save-tuned") + 1]
         assert arguments == words
 
 
 @pytest.mark.parametrize("use", tune.SEARCHED)
 def test_what_was_searched_is_a_command_that_exists_and_beat_its_start(use: str, capsys: pytest.CaptureFixture[str]):
-    preset, words = tuned.find(use), shlex.split(tune.SEARCHED[use])
+    preset, words = committed()[use], shlex.split(tune.SEARCHED[use])
     recorded = shlex.split(preset.provenance["command"].removeprefix("python -m train tune "))
     *expected, path = words
     assert recorded[:-1] == expected
-    assert path == f"presets/tuned/{use.replace(':', '.')}.json"
+    assert path == tune.path_of(use)
     assert tune_command.main([*words, "--dry-run"]) == 0
     table = capsys.readouterr().out
     assert all(constant["flag"].rpartition(".")[2] in table for constant in preset.provenance["search"]["constants"])
