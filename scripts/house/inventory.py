@@ -13,6 +13,7 @@ from typing import Any
 
 from mupax import presets
 from mupax.train.config import record as config_record
+from mupax.train.config.cli import is_recipe
 from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
@@ -47,7 +48,9 @@ def flags(words: tuple[str, ...]) -> list[str]:
     Raises:
         RuntimeError: The command has no help.
     """
-    return sorted(set(_FLAG.findall(commands.done([*words, "--help"]))))
+    # A recipe's plain help lists the flags in use alone.
+    complete = ["--help", "all"] if words[0] == "train" and is_recipe(words[1]) else ["--help"]
+    return sorted(set(_FLAG.findall(commands.done([*words, *complete]))))
 
 
 def fields(owner: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
