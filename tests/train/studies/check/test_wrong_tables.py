@@ -17,8 +17,6 @@ from scripts.check import structures, untold
 from scripts.check.structures import RIGHT, accepted, right, troubles
 from scripts.check.wrong_tables import MENDING, MODELS, WRONG, Wrong, rate
 
-pytestmark = pytest.mark.core
-
 D, N = axis("embed"), axis("head_dim")
 
 
@@ -49,6 +47,7 @@ def test_right_tables_are_good_on_every_structure(model: str, grow: str):
         assert not trouble, (name, trouble)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("error", WRONG)
 def test_wrong_tables_are_named(error: str):
     wrong = WRONG[error]
