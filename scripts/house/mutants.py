@@ -227,16 +227,16 @@ class _Places(ast.NodeVisitor):
             self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        other = _COMPARISONS.get(type(node.ops[0]))
-        if len(node.ops) == 1 and other is not None:
-            changed = ast.Compare(node.left, [other()], node.comparators)
+        replacement = _COMPARISONS.get(type(node.ops[0]))
+        if len(node.ops) == 1 and replacement is not None:
+            changed = ast.Compare(node.left, [replacement()], node.comparators)
             self._add("comparison", _span(node), ast.unparse(node), ast.unparse(changed))
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
-        other = _OPERATORS.get(type(node.op))
-        if other is not None and not _is_text(node.left) and not _is_text(node.right):
-            changed = ast.BinOp(node.left, other(), node.right)
+        replacement = _OPERATORS.get(type(node.op))
+        if replacement is not None and not _is_text(node.left) and not _is_text(node.right):
+            changed = ast.BinOp(node.left, replacement(), node.right)
             self._add("arithmetic", _span(node), ast.unparse(node), ast.unparse(changed))
         self.generic_visit(node)
 
@@ -248,14 +248,14 @@ class _Places(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> None:
         value = node.value
         if isinstance(value, bool):
-            other = not value
+            replacement = not value
         elif isinstance(value, int):
-            other = value + 1
+            replacement = value + 1
         elif isinstance(value, float):
-            other = 2 * value if value else 1.0
+            replacement = 2 * value if value else 1.0
         else:
             return
-        self._add("constant", _span(node), repr(value), repr(other))
+        self._add("constant", _span(node), repr(value), repr(replacement))
 
 
 def _span(node: ast.expr) -> Span:
@@ -321,7 +321,6 @@ def tests_of(root: Path, path: str) -> list[str]:
     """Return the test files of a module, from the root.
 
     Args:
-        root: Checkout.
         path: Module's file from the root.
     """
     module = Path(path)
@@ -404,7 +403,6 @@ class Bench:
     """A copy of a checkout, in which tests run without and with a mutant.
 
     Args:
-        root: Checkout to copy.
         folder: Folder of the copy, made by this.
     """
 
@@ -551,7 +549,6 @@ def copy_checkout(root: Path, folder: Path) -> None:
     """Copy the files of a checkout that git does not ignore, or all where git knows none.
 
     Args:
-        root: Checkout.
         folder: Folder of the copy, made by this.
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -597,7 +594,6 @@ def measure(out: Path, mutants: Sequence[tuple[str, Mutant | None]], root: Path 
     Args:
         out: File of rows, JSON lines.
         mutants: Name that each has in the record, and its place; None where the tree has none.
-        root: Checkout.
     """
     # Tests that failed without the mutant may have met a busy machine: they are tried again.
     recorded = {row["mutant"] for row in read_rows(out) if row["outcome"] != UNJUDGED}

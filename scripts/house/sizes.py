@@ -85,11 +85,7 @@ runpy.run_module("mupax", run_name="__main__")
 
 
 def record(root: Path = ROOT) -> dict[str, Any]:
-    """Measure all sizes of a checkout, by its files and by running its commands.
-
-    Args:
-        root: Checkout to measure.
-    """
+    """Measure all sizes of a checkout, by its files and by running its commands."""
     by_folder = tokens_by_folder(root)
     product = sum(by_folder.get(folder, 0) for folder in PRODUCT)
     non_product = sum(by_folder.get(folder, 0) for folder in NON_PRODUCT)
@@ -251,8 +247,8 @@ def loaded_modules(root: Path) -> list[str]:
 
 def environment(root: Path) -> dict[str, str]:
     """Return an environment in which Python finds a checkout's modules, and JAX one CPU device."""
-    own = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "80"}
-    return {**os.environ, **own}
+    variables = {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "COLUMNS": "80"}
+    return {**os.environ, **variables}
 
 
 def _help(root: Path, *words: str) -> str:

@@ -208,8 +208,8 @@ class Recorder:
         missing = sorted(f"{function.name} of {function.path}" for function in unopened)
         if missing or not self.ended.is_set():
             never_ran = f"{', '.join(missing)} never ran"
-            what = never_ran if missing else "the end never came"
-            raise RuntimeError(f"{what}; write where it was moved to into PARTS of {__file__}")
+            reason = never_ran if missing else "the end never came"
+            raise RuntimeError(f"{reason}; write where it was moved to into PARTS of {__file__}")
         files: dict[str, int] = {}
         for function in self.functions:
             files[function.path] = files.get(function.path, 0) + 1

@@ -187,8 +187,7 @@ def final_loss(config: Config, steps: int | None = None) -> float:
     """Return the evaluation loss (nats) after a run of `finetune`, without a workdir.
 
     Args:
-        config: of the run.
-        steps: after how many; all of them unless given.
+        steps: Optimizer steps to train; those of the config unless given.
     """
     # Runs that differ in numbers and files alone share a program, so that each is compiled once.
     source_kind = config.data.name.partition(":")[0]
