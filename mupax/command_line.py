@@ -227,7 +227,6 @@ def _only_listed(text: str, listed: frozenset[str]) -> str:
 
     Args:
         text: help in one column.
-        listed: names of flags.
     """
     lines: list[str] = []
     box: list[str] = []

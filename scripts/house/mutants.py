@@ -122,7 +122,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """What identifies the mutant in two trees."""
+        """Name that identifies the mutant in two trees."""
         which = f" #{self.number}" if self.number else ""
         return f'{self.path}:{self.function} "{self.before}" -> "{self.after}"{which}'
 
@@ -341,7 +341,9 @@ def tests_of(root: Path, path: str) -> list[str]:
 
 def chosen(root: Path, count: int = COUNT, seed: int = SEED) -> list[Mutant]:
     """Return the mutants of a checkout, one in each of `count` modules, in drawn order."""
-    paths = [path for folder in MODULES for path in python_files(root / folder)]
+    paths: list[Path] = []
+    for folder in MODULES:
+        paths += python_files(root / folder)
     names = [path.relative_to(root).as_posix() for path in paths if not path.stem.startswith("__")]
     mutants: list[Mutant] = []
     for name in sorted(names, key=lambda name: random.Random(f"{seed} {name}").random()):
@@ -526,7 +528,7 @@ class Bench:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run of tests came to.
+    """Result of one run of tests.
 
     Attributes:
         code: Exit code of pytest; None where the time was over.

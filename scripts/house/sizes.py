@@ -178,7 +178,9 @@ def imported_modules(source: str) -> set[str]:
 
 def single_importers(root: Path) -> dict[str, str]:
     """Return the files with one importer, which lies in the same folder, and that importer."""
-    paths = [path for folder in MODULES for path in python_files(root / folder)]
+    paths: list[Path] = []
+    for folder in MODULES:
+        paths += python_files(root / folder)
     modules: dict[str, Path] = {}
     for path in paths:
         if path.stem not in ("__init__", "__main__"):

@@ -107,16 +107,18 @@ def page() -> str:
     ]
     moved = [find.load(path) for path in sorted(EVIDENCE_FOLDER.glob("*.json"))]
     table = ["| preset | evidence | optimizer | rate | data |", "|---|---|---|---|---|", *rows, ""]
-    cards = [line for each in shipped for line in card(each)]
+    cards: list[str] = []
+    for tuned in shipped:
+        cards += card(tuned)
     return "\n".join([HEAD, *table, *cards, *_moved(moved)])
 
 
 def _moved(presets: Sequence[find.Tuned]) -> list[str]:
     """Return the lines about tuned presets whose files are kept as data alone."""
     rows = [
-        f"| {each.use} | {find.MOVED[each.use]} | {each.optimizer['name']} | {each.optimizer['peak_lr']:.4g} | "
-        f"`docs/evidence/{each.preset}.{each.name}.json` |"
-        for each in presets
+        f"| {tuned.use} | {find.MOVED[tuned.use]} | {tuned.optimizer['name']} | {tuned.optimizer['peak_lr']:.4g} | "
+        f"`docs/evidence/{tuned.preset}.{tuned.name}.json` |"
+        for tuned in presets
     ]
     return [MOVED_HEAD, *rows, ""]
 

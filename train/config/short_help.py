@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from mupax.command_line import FlagHelp, UsageError
@@ -108,5 +109,5 @@ def flag_help(argv: Sequence[str], fields: Sequence[Sequence[str]], prog: str) -
         lists = f"`{prog} --help all` lists all {len(fields)} flags"
     else:
         raise UsageError(f"--help {section}: write all, or one of {', '.join(sections)}")
-    listed = frozenset(name for names in shown for name in names)
+    listed = frozenset(itertools.chain.from_iterable(shown))
     return FlagHelp(listed, f"{lists}, `--help SECTION` those of one: {', '.join(sections)}.")

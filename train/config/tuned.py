@@ -89,10 +89,10 @@ def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
     if moved is None:
         return dict(preset)
     written = {name: value for name, value in preset.items() if value is not None}
-    own = [text for text in written.get("constants", []) if isinstance(text, str)]
-    names = {text.partition("=")[0] for text in own}
+    recorded = [text for text in written.get("constants", []) if isinstance(text, str)]
+    names = {text.partition("=")[0] for text in recorded}
     constants = [text for text in moved["constants"] if text.partition("=")[0] not in names]
-    return {**preset, **moved, **written, "name": moved["name"], "constants": [*constants, *own]}
+    return {**preset, **moved, **written, "name": moved["name"], "constants": [*constants, *recorded]}
 
 
 def named_moved(argv: Sequence[str]) -> str | None:
