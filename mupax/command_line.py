@@ -152,6 +152,7 @@ def parse_known(
     def parsed(words: Sequence[str]) -> tuple[T, list[str]]:
         return tyro.cli(
             conf.AvoidSubcommands[command],  # pyright: ignore
+            config=(conf.HelptextFromCommentsOff,),  # docstrings alone; comments take a fifth of the time
             prog=terminal.spoken(prog),
             description=_DESCRIPTION,  # tyro breaks it by the letter
             args=words,

@@ -88,7 +88,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     libtpu = importlib.util.find_spec("libtpu")
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "core" in marks and not marks & {"alone", "slow"} and costs.get(file_of(item), math.inf) <= QUICK_SECONDS:
+        if "core" in marks and "slow" not in marks and costs.get(file_of(item), math.inf) <= QUICK_SECONDS:
             item.add_marker("quick")
         if "tpu" in marks and libtpu is None:  # `make tpu` brings the compiler; a run of everything does without
             item.add_marker(pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)"))

@@ -55,7 +55,7 @@ SEED = 38
 COUNT = 60
 MOST_FILES = 3
 """Most test files of one module: some modules are imported by a dozen."""
-MARKS = "not alone and not parity and not tpu and not schedulers and not release"
+MARKS = "not parity and not tpu and not schedulers and not release"
 """Tests that `make test` runs in its first command."""
 UNJUDGED = "tests fail without it"
 """Outcome of a mutant whose tests did not pass in the unchanged copy."""

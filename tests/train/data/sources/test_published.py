@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from mupax.train.data.text.batches import TokenData
 from mupax.train.data.text.noise import Infilling
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
+from tests.fixtures.calls import calls_of_process
 
 CIFAR = configs.get("bordelon-vit")
 LM = configs.get("lm-tiny")
@@ -140,15 +140,9 @@ def test_packed_text_opens_without_tfds(tmp_path: Path) -> None:
 
 
 def test_importing_data_imports_nothing_heavy() -> None:
-    code = (
-        "import sys, mupax.zoo.configs; before = set(sys.modules); import time; start = time.process_time()\n"
-        "import mupax.train.data; seconds = time.process_time() - start\n"
-        "heavy = {'numpy', 'jax', 'grain', 'tensorflow_datasets', 'tensorflow', 'tokenizers', 'PIL', 'sklearn'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "print(seconds)"
-    )
-    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
-    assert float(out.stdout) < 0.25  # 0.02 on an idle machine
+    count, modules = calls_of_process("import mupax.train.data")
+    assert not modules & {"numpy", "jax", "grain", "tensorflow_datasets", "tensorflow", "tokenizers", "PIL", "sklearn"}
+    assert count < 100_000  # 49,000, most of them for the configs that it imports
 
 
 def pictures(count: int, shape: tuple[int, int, int], as_bytes: bool) -> list[dict]:
@@ -256,10 +250,8 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
 )
 def test_missing_data_is_said_at_once(tmp_path: Path, name: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where ../../etc is no folder
-    start = time.perf_counter()
     with pytest.raises(data.DataError, match=message) as error:
         load(name, tmp_path, SHORT)
-    assert time.perf_counter() - start < 5
     assert len(str(error.value)) < 500
 
 
