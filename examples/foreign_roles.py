@@ -1,4 +1,4 @@
-"""Three transformers that know nothing of mupax, each as a function `build(sizes)` of which `mupax train roles` finds all roles.
+"""Three transformers that know nothing of mupax, each as a function `build(sizes)` of which `mupax models roles` finds all roles.
 
 A pytree by hand, flax.linen, and NNX. B batch, T positions, D embed, H heads, N head_dim, F mlp, V vocab. Nothing is computed here.
 """

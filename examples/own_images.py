@@ -71,7 +71,7 @@ def elsewhere(folder: Path, files: list[str]) -> list[dict[str, float]]:
     """Probabilities by class name of image files, as `transformers` computes them with an exported folder.
 
     Args:
-        folder: of `mupax zoo export`.
+        folder: of `mupax export`.
         files: images.
     """
     import torch

@@ -77,7 +77,7 @@ def served(workdir: str, *flags: str) -> str:
 
     Args:
         workdir: of the run.
-        *flags: of `mupax train serve`.
+        *flags: of `mupax serve`.
 
     Raises:
         SystemExit: the server did not start.

@@ -1,4 +1,4 @@
-"""The `mupax` command. In a checkout `python -m train lm-tiny` is `mupax train lm-tiny`, where no train.py hides ours."""
+"""The process of the `mupax` command: its signals, its exit code, and its version. `mupax.commands` has the commands."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from collections.abc import Sequence
 
 from mupax import __version__
 from mupax.process import Interrupts, open_closed_streams
-
-COMMANDS = {
-    "train": "train a recipe, or run one of its commands",
-    "presets": "list parameterizations and print their tables",
-    "zoo": "list and describe models, import and export weights",
-    "data": "prepare data, show text with noise, train a tokenizer",
-    "--version": "the version of what is installed",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,38 +28,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: list[str]) -> int:
-    """Run the command that the first word names, and return its exit code."""
-    from mupax import command_line
+    """Run the command that the words name, and return its exit code."""
+    if argv == ["--version"]:
+        print(f"mupax {__version__}")
+        return 0
+    if argv[:1] == ["--completion"]:
+        from mupax.commands import completion
 
-    if argv and argv[0] not in COMMANDS:
-        from mupax.train.__main__ import COMMANDS as OF_TRAIN
-        from mupax.train.config.recipes import RECIPES
-        from mupax.train.data.__main__ import COMMANDS as OF_DATA
+        return completion.run(argv[1:])
+    from mupax.commands import dispatch
 
-        if argv[0] in (*OF_TRAIN, *RECIPES):
-            raise command_line.UsageError(f"{argv[0]} comes after train; write `mupax train {argv[0]}`")
-        if argv[0] in OF_DATA:
-            raise command_line.UsageError(f"{argv[0]} comes after data; write `mupax data {argv[0]}`")
-    command, words = command_line.first_word("mupax", {"command": COMMANDS}, argv)
-    # The one place outside tests that imports entry points, each only when it is asked for.
-    if command == "train":
-        from mupax.train.__main__ import main as train_main
-
-        return train_main.command(words)
-    if command == "presets":
-        from mupax.presets.__main__ import main as presets_main
-
-        return presets_main.command(words)
-    if command == "zoo":
-        from mupax.zoo.__main__ import main as zoo_main
-
-        return zoo_main.command(words)
-    if command == "data":
-        from mupax.train.data.__main__ import main as data_main
-
-        return data_main.command(words)
-    print(f"mupax {__version__}")
-    return 0
+    return dispatch.run(argv)
 
 
 if __name__ == "__main__":

@@ -153,7 +153,7 @@ def parse_known(
         return tyro.cli(
             conf.AvoidSubcommands[command],  # pyright: ignore
             config=(conf.HelptextFromCommentsOff,),  # docstrings alone; comments take a fifth of the time
-            prog=terminal.spoken(prog),
+            prog=prog,
             description=_DESCRIPTION,  # tyro breaks it by the letter
             args=words,
             return_unknown_args=True,
@@ -169,7 +169,7 @@ def parse_known(
         if stop.code == 0:
             text = _help_text(helptext.getvalue(), description or inspect.getdoc(command) or "")
             if flag_help is not None:
-                text = f"{_only_listed(text, flag_help.flags)}\n{terminal.wrapped(terminal.spoken(flag_help.note))}\n"
+                text = f"{_only_listed(text, flag_help.flags)}\n{terminal.wrapped(flag_help.note)}\n"
             print(text, end="")
         if stop.code != 2:  # tyro's own; another is of a signal
             raise
@@ -192,18 +192,11 @@ class _Held(io.StringIO):
 
 
 def _help_text(text: str, description: str) -> str:
-    """tyro's help with its description wrapped between words, and commands as this process was started."""
-
-    def boxed(part: str) -> str:  # as wide as it was; every word may have its colour
-        if terminal.spoken(plain := COLOUR.sub("", part)) == plain:
-            return part
-        part, count = re.subn(rf"\bpython((?:{COLOUR.pattern})*) -m\b", r"mupax\1", part)
-        return part + " " * count * (len("python -m") - len("mupax"))
-
-    usage, *lines = ("│".join(map(boxed, line.split("│"))) for line in text.split("\n"))
+    """tyro's help with its description wrapped between words."""
+    usage, *lines = text.split("\n")
     plain = COLOUR.sub("", usage)
     box = "\n".join([usage if len(plain) <= terminal.columns() else terminal.wrapped(plain), *lines])
-    paragraphs = [" ".join(paragraph.split()) for paragraph in terminal.spoken(description).split("\n\n")]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in description.split("\n\n")]
     paragraphs.append(PLUGIN_HELP)
     return box.replace(_DESCRIPTION, "\n\n".join(map(terminal.wrapped, paragraphs)))
 
@@ -411,7 +404,6 @@ def first_word(
         UsageError: no command has that name.
     """
     if argv[:1] in (["-h"], ["--help"]) or not (argv or default):
-        prog = terminal.spoken(prog)
         usage = [f"usage: {prog} {'|'.join(sections).upper()} [--FLAG VALUE ...]"]
         for kind, names in sections.items():
             usage.append(f"{kind}s:\n{terminal.table([(n, summary(what)) for n, what in names.items()], indent=2)}")

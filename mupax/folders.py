@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import __version__, disk
+from mupax import __version__, disk, spellings
 from mupax.errors import MupaxError
 
 MARK = ".mupax-made.json"
@@ -52,7 +52,8 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
     has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not has_names or not isinstance(content.get("complete"), bool) or not isinstance(content.get("command"), str):
         raise disk.JsonError(f"{folder / MARK}: not the mark of a folder; delete it if the folder is as it should be")
-    return content
+    # One that an earlier version began is finished by the same command, however it is spelled now.
+    return {**content, "command": spellings.current(content["command"])}
 
 
 def check_complete(folder: Path) -> None:

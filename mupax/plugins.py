@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,12 +22,34 @@ from mupax import disk
 from mupax.errors import MupaxError
 from mupax.paths import user_folder
 
+FLAG = "--plugin"
 _importing: list[str] = []
 """Modules whose import is under way, the innermost last."""
 
 
 class PluginError(MupaxError):
     """A module of the user's own that cannot be imported or may not be. The text says what to write."""
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the modules that `--plugin MODULE` names, and the other words of a command line.
+
+    Raises:
+        PluginError: the flag is the last word.
+    """
+    modules: list[str] = []
+    words: list[str] = []
+    remaining = iter(argv)
+    for word in remaining:
+        flag, equals, value = word.partition("=")
+        if flag != FLAG:
+            words.append(word)
+            continue
+        name = value if equals else next(remaining, "")
+        if not name or name.startswith("-"):
+            raise PluginError(f"{FLAG} needs the name of a module after it, such as {FLAG} my_optimizer")
+        modules.append(name)
+    return modules, words
 
 
 def importable_name(module: str) -> str | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mupax import jax_variables
+from mupax import jax_variables, spellings
 from mupax.disk import system_error
 from mupax.errors import MupaxError, MupaxFailure
 from mupax.memory import exhausted
@@ -57,7 +57,7 @@ def wrapped(line: str) -> str:
 
 
 def say(text: str) -> None:
-    """Print lines on standard output, `spoken`, and wrapped between words where that is a terminal."""
+    """Print lines on standard output, wrapped between words where that is a terminal."""
     _say(text, sys.stdout)
 
 
@@ -68,13 +68,17 @@ def note(text: str) -> None:
 
 def _say(text: str, stream: TextIO) -> None:
     width = columns(stream)
-    lines = [part for line in spoken(text).split("\n") for part in _wrapped(line, width)]
+    lines = [part for line in text.split("\n") for part in _wrapped(line, width)]
     print("\n".join(lines), file=stream, flush=True)
 
 
 def command(line: str) -> str:
-    """A command to copy, as it can be started here, indented; where the terminal is narrower it goes on after a backslash."""
-    words = _SHELL_WORD.findall(_reachable(spoken(line)))
+    """Return a command to copy, as it can be started here, indented. In a narrow terminal it goes on after a backslash.
+
+    Args:
+        line: command as it is typed now, or as an earlier version recorded it.
+    """
+    words = _SHELL_WORD.findall(_reachable(spellings.current(line)))
     parts: list[str] = []
     for word in words:
         if not parts or word.startswith("--"):
@@ -112,19 +116,13 @@ def rich_console(**options: Any) -> Console:
     return Console(emoji=False, **options)
 
 
-def spoken(text: str) -> str:
-    """Return a text with installed commands for those of a checkout: `mupax train` for `python -m train`."""
-    module = r"\bpython -m (?:(train|presets|zoo)|mupax\.train\.(data))\b"
-    return re.sub(module, r"mupax \1\2", text)
-
-
 def typed(*words: str) -> str:
     """Return a command to type in this folder: quoted for a shell, with the path of mupax where the shell finds none or another.
 
     Args:
-        *words: mupax and more; `python -m train` stands for `mupax train`.
+        *words: mupax and more.
     """
-    return _reachable(spoken(shlex.join(words)))
+    return _reachable(shlex.join(words))
 
 
 def _reachable(line: str) -> str:

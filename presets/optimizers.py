@@ -23,7 +23,7 @@ class Optimizer:
             update, before decay, learning rate and sign. The function alone imports JAX.
         reads: the fields of `OptimizerConfig` that it reads and not every optimizer does. Any other is refused as a flag.
         moments: fields of its state that hold one array per parameter, and the power of the gradient that each is.
-        check_lr: peak learning rate at which ten steps move the small models of `mupax train check` visibly and stay in
+        check_lr: peak learning rate at which ten steps move the small models of `mupax check` visibly and stay in
             their linear regime.
     """
 

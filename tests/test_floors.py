@@ -66,11 +66,15 @@ def imports(source: str, package: bool = False) -> list[tuple[str, bool]]:
 
 
 def room(path: str) -> str:
-    """The room of a file, by its path from the root; a `__main__.py`, and what `mupax.train` exports, on the highest floor but one."""
+    """Return the room of a file, by its path from the root.
+
+    A `__main__.py`, the commands of `mupax/commands` and what `mupax.train` exports are on the highest floor but one.
+    """
     folders = path.split("/")[:-1]
     if path == "presets/__init__.py":
         return path
-    if path == "train/__init__.py" or (path.endswith("__main__.py") and folders[:1] != ["scripts"]):
+    is_main = path.endswith("__main__.py") and folders[:1] != ["scripts"]
+    if path == "train/__init__.py" or is_main or folders == ["mupax", "commands"]:
         return "entry points"
     rooms = {name for floor in FLOORS for name in floor}
     return next(name for end in range(len(folders), 0, -1) if (name := "/".join(folders[:end])) in rooms)
@@ -101,7 +105,7 @@ def violations(path: str, source: str) -> list[str]:
             wrong.append(f"{path}: {own} is pure Python and imports {module}")
         elif module.split(".")[0] in HEAVY and own == ARRAYS and module.split(".")[0] != "numpy":
             wrong.append(f"{path}: {own} has NumPy alone and imports {module}")
-        elif "__main__" in module.split(".") and path != "mupax/__main__.py":
+        elif "__main__" in module.split("."):
             wrong.append(f"{path}: imports the entry point {module}")
         elif (target := file_of(module)) and "__main__" not in module:
             other = room(target)
@@ -109,7 +113,7 @@ def violations(path: str, source: str) -> list[str]:
             allowed &= other != ARRAYS or not own.startswith("presets") or own == other
             if not allowed:
                 wrong.append(f"{path}: {own} imports {module}, which is in {other}, not on a floor below")
-            elif own == "entry points" and top and floor(other) >= floor("train/core"):
+            elif own == "entry points" != other and top and floor(other) >= floor("train/core"):
                 wrong.append(f"{path}: an entry point imports {module} inside the function that needs it")
     return wrong
 
@@ -202,6 +206,10 @@ def test_every_room_is_there():
         ("train/run/planted.py", "from mupax.train import __main__"),
         ("train/run/planted.py", "def f():\n    from mupax.zoo.__main__ import main"),
         ("train/__main__.py", "from mupax.train.run import loop"),
+        ("mupax/commands/planted.py", "from mupax.train.run import loop"),
+        ("mupax/planted.py", "def run():\n    from mupax.commands import dispatch"),
+        ("train/run/planted.py", "def run():\n    from mupax.commands import dispatch"),
+        ("mupax/__main__.py", "def main():\n    from mupax.zoo.__main__ import main"),
     ],
 )
 def test_control_a_planted_import_is_caught(path: str, source: str):
@@ -217,7 +225,7 @@ def test_control_a_planted_import_is_caught(path: str, source: str):
         ("zoo/layers/planted.py", "import jax\nfrom mupax.zoo import configs"),
         ("train/run/planted.py", "from mupax.train.core import step"),
         ("train/studies/sweep/planted.py", "from mupax.train.run import loop"),
-        ("mupax/__main__.py", "def main():\n    from mupax.zoo.__main__ import main"),
+        ("mupax/commands/planted.py", "def run():\n    from mupax.train.run import loop"),
         ("scripts/planted.py", "from mupax.train import data"),
     ],
 )

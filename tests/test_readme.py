@@ -116,7 +116,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with folders_of_the_reader(folder), contextlib.redirect_stdout(io.StringIO()):
         for recipe in ("lm-laptop", "ed-tiny", "vit-digits"):
             assert mupax.main(["train", recipe, *words.split(), *AS_A_SCAN, "--workdir", f"runs/{recipe}"]) == 0
-        assert mupax.main(["zoo", "export", "runs/lm-laptop", "--out", "exported"]) == 0
+        assert mupax.main(["export", "runs/lm-laptop", "--out", "exported"]) == 0
         tokenizer = ["--size", "300", "--out", "my_tokenizer.json"]
         assert mupax.main(["data", "tokenizer", "text:my_texts", *tokenizer]) == 0
     return folder
@@ -163,7 +163,7 @@ def run(line: str) -> int:
     if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
-    if words[1:3] == ["train", "serve"]:
+    if words[1:3] == ["serve"]:
         with unittest.mock.patch.object(server.Server, "serve_forever"):
             return mupax.main([*words[1:], "--port", "0"])
     if words[1] == "train" and words[2] not in USES_A_RUN and not set(words) & set(RUNS_NOTHING):
@@ -198,7 +198,7 @@ def test_a_command_works(line: str, tmp_path: Path, trained: Path, request: pyte
 
 
 @pytest.mark.parametrize(
-    "line", ["python -m train lm-tiny --no-such-flag 1", "python -m presets table no-such --model gpt2", "make no-such"]
+    "line", ["python -m train lm-tiny --no-such-flag 1", "mupax presets table no-such --model gpt2", "make no-such"]
 )
 def test_control_a_wrong_command_fails(line: str, tmp_path: Path):
     with folders_of_the_reader(tmp_path), contextlib.redirect_stderr(io.StringIO()):

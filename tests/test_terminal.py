@@ -200,13 +200,13 @@ def test_the_installed_command_names_itself(
     assert "write `mupax data prepare`" in capsys.readouterr().err
     assert main(["data", "tokenizer", "--help"]) == 0
     assert "usage: mupax data tokenizer" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
-    assert "`mupax data prepare mnist`" in terminal.spoken("run `python -m mupax.train.data prepare mnist`")
+    assert "`mupax data prepare mnist`" in terminal.spoken("run `mupax data prepare mnist`")
     assert main(["train", "lm-tiny", "--help"]) == 0
     assert "usage: mupax train lm-tiny" in re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
 
 
 def test_a_command_to_type_has_a_mupax_that_the_shell_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["mupax", "train", "generate", "runs/my run"]
+    words = ["mupax", "generate", "runs/my run"]
     folder = tmp_path / ".venv" / "bin"
     folder.mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -220,22 +220,22 @@ def test_a_command_to_type_has_a_mupax_that_the_shell_finds(tmp_path: Path, monk
     monkeypatch.setattr(sys, "argv", ["train"])
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.chdir(tmp_path)
-    assert terminal.typed(*words) == ".venv/bin/python -m mupax train generate 'runs/my run'"  # nothing is installed
+    assert terminal.typed(*words) == ".venv/bin/python -m mupax generate 'runs/my run'"  # nothing is installed
     monkeypatch.setenv("PATH", str(folder))
-    assert terminal.typed(*words) == "python -m mupax train generate 'runs/my run'"
+    assert terminal.typed(*words) == "python -m mupax generate 'runs/my run'"
     script(folder / "mupax")
-    assert terminal.typed(*words) == "mupax train generate 'runs/my run'"
+    assert terminal.typed(*words) == "mupax generate 'runs/my run'"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert terminal.typed(*words) == ".venv/bin/mupax train generate 'runs/my run'"
+    assert terminal.typed(*words) == ".venv/bin/mupax generate 'runs/my run'"
     assert terminal.command("mupax train lm-tiny") == "  .venv/bin/mupax train lm-tiny"
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert terminal.typed(*words) == f"{folder}/mupax train generate 'runs/my run'"
+    assert terminal.typed(*words) == f"{folder}/mupax generate 'runs/my run'"
     linked = tmp_path / "local" / "mupax"  # as pipx and uv install it
     linked.parent.mkdir()
     linked.symlink_to(folder / "mupax")
     monkeypatch.setenv("PATH", str(linked.parent))
     monkeypatch.setattr(sys, "argv", [str(linked), "train"])
-    assert terminal.typed(*words) == "mupax train generate 'runs/my run'"
+    assert terminal.typed(*words) == "mupax generate 'runs/my run'"
 
 
 @pytest.mark.parametrize("path", ["my runs", "runs[1]", "$HOME/run", "it's", "a;b", "*", "a --b"])

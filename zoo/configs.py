@@ -110,7 +110,9 @@ def get(name: str) -> ModelConfig:
         return CONFIGS[name]
     near = difflib.get_close_matches(name, CONFIGS, n=3)
     hint = f"did you mean {', '.join(near)}? " if near else ""
-    raise ConfigError(f"no model is named {name!r}; {hint}`mupax zoo` lists them all, and --plugin MODULE adds yours")
+    raise ConfigError(
+        f"no model is named {name!r}; {hint}`mupax models` lists them all, and --plugin MODULE adds yours"
+    )
 
 
 def family_class(name: str) -> type[ModelConfig]:

@@ -3,7 +3,7 @@
 Gradients are signal + noise B^-1/2, and the noise is the larger: entries of Adam's direction are of order one, and their mean is
 signal over noise, B^1/2. In T/B steps weights move by the direction's random sum and by its mean. After Malladi et al. 2022
 (2205.10287) and, for 1/tau, Wang and Aitchison 2024 (2405.13698); the composition is derived here, and measured by
-`mupax train check RECIPE --grow batch`. In T it asks for a run that is one stretch of the dynamics, which sources contradict.
+`mupax check RECIPE --grow batch`. In T it asks for a run that is one stretch of the dynamics, which sources contradict.
 """
 
 from __future__ import annotations

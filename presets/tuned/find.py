@@ -2,7 +2,7 @@
 
 A file PRESET.NAME.json that comes with mupax, or lies in the folder `tuned` where the command runs or in the user's own
 folder (`user_folder`); `--preset PRESET:NAME` uses it, and PRESET:PATH.json takes any file.
-`mupax train transfer ... --save-tuned NAME` writes one.
+`mupax transfer ... --save-tuned NAME` writes one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mupax import disk, terminal
+from mupax import disk, spellings, terminal
 from mupax.paths import user_folder as settings_folder
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
@@ -147,7 +147,7 @@ def load(path: str | Path) -> Tuned:
     Raises:
         PresetError: the file cannot be read, or an entry is missing, unknown or not what it must be; names file and entry.
     """
-    hint = "no tuned preset ({error}); `mupax train transfer ... --save-tuned` writes one"
+    hint = "no tuned preset ({error}); `mupax transfer ... --save-tuned` writes one"
     fields = schema.load(path, schema.checked, hint)
     return Tuned(**{name: value for name, value in fields.items() if name != "format"})
 
@@ -195,7 +195,7 @@ def described(tuned: Tuned) -> str:
         ("curve", f"of {study.get('judged', 'training')} loss: {points}"),
         *(("grown", f"{g['axis']} {', '.join(map(str, g['sizes']))}: {verdict(g)}") for g in study["transfer"]),
         ("run", f"{study['recipe']}, {study['steps']} steps of batch {study['batch']}"),
-        ("command", study["command"]),
+        ("command", spellings.current(study["command"])),
         ("versions", f"{_pairs(study['versions'])}, {study['date']}"),
     ]
     if search := study.get("search"):

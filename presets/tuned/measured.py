@@ -107,12 +107,12 @@ class Measured(Preset):
             if sizes.get(axis) != size:
                 raise PresetError(
                     f"measured: the table is for {axis}={size} and the model has {sizes.get(axis)}; "
-                    "measured numbers hold at one size, so measure this model (mupax train balance)"
+                    "measured numbers hold at one size, so measure this model (mupax presets balance)"
                 )
         if spec.group not in self.table.scales:
             near = difflib.get_close_matches(spec.group, self.table.scales, n=1)
             hint = f"{spec.group!r}" + (f" (the nearest is {near[0]!r})" if near else "")
-            raise PresetError(f"measured: the table has no row {hint}; measure this model (mupax train balance)")
+            raise PresetError(f"measured: the table has no row {hint}; measure this model (mupax presets balance)")
         scales = self.table.scales[spec.group]
         return scales if decay == "independent" else dataclasses.replace(scales, weight_decay=_per_rate(scales))
 
@@ -208,7 +208,7 @@ def _per_rate(scales: Scales) -> Number:
 def _no_rule(spec: ParamSpec) -> Rule:
     raise PresetError(
         f"measured: {spec.group} has numbers at one size and no power law behind them, so nothing can be said of another "
-        "size; measure that one too (mupax train balance)"
+        "size; measure that one too (mupax presets balance)"
     )
 
 

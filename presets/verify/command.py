@@ -1,4 +1,4 @@
-"""`mupax presets verify`: reads dumps and configs of other code, and says which parameter is wrong, what follows, what to write."""
+"""`mupax verify`: reads dumps and configs of other code, and says which parameter is wrong, what follows, what to write."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def _next(reports: Sequence[Report], strict: bool) -> str:
     if counted:
         remedy = counted[0].remedy
         return f"Next: {remedy[0].lower()}{remedy[1:]}; dump both sizes again and repeat this command."
-    return "Next: train a few steps under `mupax train check`, which sees what no file says: the forward pass."
+    return "Next: train a few steps under `mupax check`, which sees what no file says: the forward pass."
 
 
 def _report(line: fit.Line, optimizer: str, decay: Decay, named: presets.Preset | None) -> Report:

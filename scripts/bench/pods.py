@@ -3,7 +3,7 @@
     python -m scripts.bench.pods [--only "lm-8b v5e:16x16"] [--json REPORT ...]
 
 Needs the TPU compiler (extra `tpu`) but no TPU. Every pod takes minutes of one core; `--only` compiles one and keeps the
-others of the committed file, `--json` takes reports that `mupax train compile ... --json` wrote. Every report has the commit
+others of the committed file, `--json` takes reports that `mupax compile ... --json` wrote. Every report has the commit
 of its program, which the page says beside its figures.
 """
 
@@ -37,7 +37,7 @@ DOCS = ROOT / "docs"
 
 INTRODUCTION = """# Pods
 
-What `mupax train compile RECIPE --topology ...` says of the recipes made for pods: the run's own step, compiled by the
+What `mupax compile RECIPE --topology ...` says of the recipes made for pods: the run's own step, compiled by the
 TPU compiler for chips that are not here. Nothing on this page was measured on a TPU. Made by `python -m scripts.bench.pods`.
 
 - **Memory** is what the compiler allocates on a chip; **expected** is the sum of `train/pods/estimates.py`, from sizes alone.

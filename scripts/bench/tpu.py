@@ -1,6 +1,6 @@
 """Whole steps compiled for TPU pods beside MaxText's of the same shapes: adds reports to `docs/performance/tpu.json`, which the page shows.
 
-    mupax train compile RECIPE --topology ... --json REPORT
+    mupax compile RECIPE --topology ... --json REPORT
     python -m scripts.bench.tpu --json REPORT --shape SHAPE --says TEXT
     python -m scripts.bench
 
@@ -29,7 +29,7 @@ SUMS = ("all-reduce", "reduce-scatter")
 
 
 def row_of(report: Mapping[str, Any], shape: str, says: str, program: Mapping[str, str]) -> dict[str, Any]:
-    """What a report of `mupax train compile` says, as the file has it; bytes on one chip.
+    """What a report of `mupax compile` says, as the file has it; bytes on one chip.
 
     Args:
         report: of a step that fits.
@@ -59,7 +59,7 @@ def part(record: Mapping[str, Any]) -> str:
     Args:
         record: what the file has.
     """
-    commands = [f"- {name}: `mupax train compile {shape['flags']}`" for name, shape in record["shapes"].items()]
+    commands = [f"- {name}: `mupax compile {shape['flags']}`" for name, shape in record["shapes"].items()]
     rows: list[Sequence[str]] = [HEAD]
     for name, shape in record["shapes"].items():
         theirs = shape["maxtext"]
@@ -90,7 +90,7 @@ def _cycles(row: Mapping[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Add a report; returns the exit code 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="REPORT", help="of `mupax train compile`")
+    parser.add_argument("--json", type=Path, required=True, metavar="REPORT", help="of `mupax compile`")
     parser.add_argument("--shape", required=True, help="one of the file's")
     parser.add_argument("--says", required=True, metavar="TEXT", help="what is different in it")
     args = parser.parse_args(argv)

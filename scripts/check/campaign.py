@@ -36,7 +36,7 @@ RECORD = ROOT / "docs" / "check-campaign.json"
 COMMAND = "python -m scripts.check.campaign"
 SIZES = 3
 SEEDS = 3
-"""As `mupax train check --sizes 3 --seeds 3`, with all ten of its steps."""
+"""As `mupax check --sizes 3 --seeds 3`, with all ten of its steps."""
 INPUTS = ((2048, 64), (256, 512), (32000, 16))
 """Vocabulary and context of every language structure."""
 LARGEST = (32000, 512)

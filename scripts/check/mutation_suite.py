@@ -24,10 +24,10 @@ from scripts.check import mutants
 from scripts.check.mutants import Mutant
 
 SIZES, SEEDS, STEPS = 4, 4, 1
-"""As `mupax train check`, but one step of its ten: later steps cost the most and can only reveal more."""
+"""As `mupax check`, but one step of its ten: later steps cost the most and can only reveal more."""
 
 MORE_SEEDS = 16
-"""For a mutant that passes with fewer, `mupax train check --seeds 16`: is it the spread of seeds that hides it?"""
+"""For a mutant that passes with fewer, `mupax check --seeds 16`: is it the spread of seeds that hides it?"""
 
 ROUND_OFF = 1e-3
 """Two trainings are the same when no activation differs by more than this power of two, at any size, seed or step read."""

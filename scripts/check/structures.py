@@ -29,7 +29,7 @@ from scripts.check.wrong_tables import MODELS, WRONG
 PAGE = ROOT / "docs" / "structures.md"
 COMMAND = "python -m scripts.check.structures"
 SIZES, SEEDS, STEPS = 3, 3, 3
-"""As `mupax train check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""
+"""As `mupax check --sizes 3 --seeds 3`, but three steps of its ten: the others cost the most."""
 
 
 def right(name: str, smallest: Definition) -> Preset:

@@ -71,7 +71,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "rules alone (`mupax presets limits`), then the measured slope and its 95 % interval over four seeds. Small sizes stray",
         "from exponents even where the rule is exact; how far was measured once (`allowances.json`). What explodes soon leaves",
         "the regime of its power law and may fall short of it; without a rule for depth the tokens of a deep stream grow alike, and",
-        "allowances in depth are wide. The last column says what `mupax train check` makes of all observables. `standard` is `sp`",
+        "allowances in depth are wide. The last column says what `mupax check` makes of all observables. `standard` is `sp`",
         "by another name. Made by `python -m scripts.check.theory_and_measurement`.",
         "",
         _agreement(rows),

@@ -1,4 +1,4 @@
-"""Figures of loss against learning rate: transfer studies, kept as numbers, judged and drawn as `mupax train transfer` does."""
+"""Figures of loss against learning rate: transfer studies, kept as numbers, judged and drawn as `mupax transfer` does."""
 
 from __future__ import annotations
 

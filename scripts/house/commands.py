@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 from collections.abc import Sequence
+
+from mupax import terminal
+from mupax.commands import dispatch
 
 COMMANDS: dict[str, tuple[str, ...]] = {
     "train": ("train", "lm-tiny"),
     "train, images": ("train", "vit-digits"),
     "train, encoder-decoder": ("train", "ed-tiny"),
-    "finetune": ("train", "finetune"),
-    "check": ("train", "check", "lm-tiny"),
-    "sweep": ("train", "sweep", "lm-tiny"),
-    "tune": ("train", "tune", "lm-tiny"),
-    "transfer": ("train", "transfer", "lm-tiny"),
-    "plan": ("train", "plan", "lm-tiny"),
-    "plan score": ("train", "plan", "score"),
-    "compile": ("train", "compile", "lm-tiny"),
-    "roles": ("train", "roles", "lm-tiny"),
-    "balance": ("train", "balance", "lm-tiny"),
-    "checkpoints": ("train", "checkpoints"),
-    "checkpoints verify": ("train", "checkpoints", "verify"),
-    "grow": ("train", "grow"),
-    "eval": ("train", "eval"),
-    "predict": ("train", "predict"),
-    "noise": ("train", "noise"),
-    "generate": ("train", "generate"),
-    "serve": ("train", "serve"),
-    "push": ("train", "push"),
-    "convert": ("train", "convert"),
+    "finetune": ("finetune",),
+    "check": ("check", "lm-tiny"),
+    "sweep": ("sweep", "lm-tiny"),
+    "tune": ("tune", "lm-tiny"),
+    "transfer": ("transfer", "lm-tiny"),
+    "plan": ("plan", "lm-tiny"),
+    "plan score": ("plan", "score"),
+    "compile": ("compile", "lm-tiny"),
+    "roles": ("models", "roles", "lm-tiny"),
+    "balance": ("presets", "balance", "lm-tiny"),
+    "checkpoints": ("checkpoints",),
+    "checkpoints verify": ("checkpoints", "verify"),
+    "grow": ("grow",),
+    "eval": ("eval",),
+    "predict": ("predict",),
+    "noise": ("noise",),
+    "generate": ("generate",),
+    "serve": ("serve",),
+    "push": ("push",),
+    "convert": ("convert",),
     "presets": ("presets", "list"),
     "presets constants": ("presets", "constants"),
     "presets table": ("presets", "table"),
@@ -40,11 +42,11 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "presets joint": ("presets", "joint"),
     "presets tuned": ("presets", "tuned"),
     "presets dynamics": ("presets", "dynamics", "lm-tiny"),
-    "verify": ("presets", "verify"),
-    "models": ("zoo", "list"),
-    "models describe": ("zoo", "describe"),
-    "import": ("zoo", "import"),
-    "export": ("zoo", "export"),
+    "verify": ("verify",),
+    "models": ("models", "list"),
+    "models describe": ("models", "describe"),
+    "import": ("import",),
+    "export": ("export",),
     "data prepare": ("data", "prepare"),
     "data show": ("data", "show"),
     "data tokenizer": ("data", "tokenizer"),
@@ -57,7 +59,7 @@ def run(words: Sequence[str]) -> tuple[int, str, str]:
     out = io.StringIO()
     err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = importlib.import_module("mupax.__main__").main([*words])
+        code = terminal.exit_code(dispatch.run, words)
     return code, out.getvalue(), err.getvalue()
 
 

@@ -64,13 +64,13 @@ def trained(workdir: Path, words: str) -> dict[str, list[str]]:
 
 def generated(workdir: Path, prompt: str, temperature: float) -> str:
     """Return the text that a run writes after a prompt; temperature 0 takes the likeliest token."""
-    words = ["train", "generate", str(workdir), "--prompt", prompt, "--tokens", "40"]
+    words = ["generate", str(workdir), "--prompt", prompt, "--tokens", "40"]
     return commands.done([*words, "--temperature", str(temperature)])
 
 
 def exported(workdir: Path, out: Path) -> dict[str, str]:
     """Export a run to a folder of Hugging Face, and return a digest of each tensor."""
-    commands.done(["zoo", "export", str(workdir), "--out", str(out)])
+    commands.done(["export", str(workdir), "--out", str(out)])
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(out.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -80,7 +80,7 @@ def exported(workdir: Path, out: Path) -> dict[str, str]:
 def evaluated(workdir: Path) -> dict[str, Any]:
     """Return what `eval --json` writes of a run."""
     path = workdir.with_suffix(".json")
-    commands.done(["train", "eval", str(workdir), "--json", str(path)])
+    commands.done(["eval", str(workdir), "--json", str(path)])
     return without_volatile(json.loads(path.read_text()))
 
 

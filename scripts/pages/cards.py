@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mupax import spellings
 from mupax.presets.tuned import find
 from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
@@ -69,7 +70,7 @@ def card(preset: find.Tuned) -> list[str]:
         lines += ["", f"| rate | {' | '.join(f'2^{rate:g}' for rate in rates)} |", "|---" * (len(rates) + 1) + "|"]
         lines += ["| loss | " + " | ".join("diverged" if y is None else f"{y:.4f}" for y in losses) + " |"]
     versions = ", ".join(f"{name} {version}" for name, version in study["versions"].items())
-    return [*lines, "", "```text", study["command"], "```", "", f"{study['date']}; {versions}.", ""]
+    return [*lines, "", "```text", spellings.current(study["command"]), "```", "", f"{study['date']}; {versions}.", ""]
 
 
 def _decay(optimizer: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ OUT = ROOT / "docs" / "tour" / "film.svg"
 COLUMNS, ROWS = 80, 24
 COMMANDS = {
     "mupax presets table mup --model gpt2-large --base gpt2": 1,
-    "mupax train check lm-proxy --preset mup --grow width": 1,
+    "mupax check lm-proxy --preset mup --grow width": 1,
     "mupax train lm-laptop  # ten times as fast as it runs": 10,
 }
 """What is typed, in an empty folder, and how many times faster than it runs it is shown."""

@@ -4,7 +4,7 @@
     python -m scripts.pages.leaderboard NAME RECIPE --preset PRESET --grow AXIS=SIZES ...
 
 `--render` first judges the rows of docs/leaderboard again. The second makes the study that follows NAME, as
-`mupax train transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
+`mupax transfer` does, in docs/leaderboard/NAME, and adds its rows. A study that was stopped goes on when the command is
 typed again.
 """
 
@@ -37,7 +37,7 @@ best learning rate moves as the size doubles, with its 95 % interval; **loss** i
 is measured: [transfer.md](transfer.md).
 
 Made by `python -m scripts.pages.leaderboard` from `transfer.json` of every study. To add a row, name a study and write what follows
-`mupax train transfer`; it trains, adds its rows and writes this page:
+`mupax transfer`; it trains, adds its rows and writes this page:
 
 ```text
 python -m scripts.pages.leaderboard completep-depth lm-tiny --model lm-proxy --preset completep --control sp --grow depth=2,4,8,16 --steps 100
@@ -131,7 +131,7 @@ def add(name: str, words: Sequence[str]) -> int:
 
     Args:
         name: of its folder.
-        words: what follows `mupax train transfer`.
+        words: what follows `mupax transfer`.
 
     Raises:
         MupaxError: a name that is no folder's, or is one of the project's own studies.

@@ -73,7 +73,7 @@ STUDIES = {
 TEXT = """# Which dimensions can be scaled
 
 Made by `{command}` ({seconds:.0f} s of CPU time). Theory is `mupax presets desiderata PRESET`, from the preset's rules alone;
-measurement is `mupax train check gpt2 --desiderata --preset PRESET --model.no-bias --model.no-norm-gain --seeds {seeds}`, one
+measurement is `mupax check gpt2 --desiderata --preset PRESET --model.no-bias --model.no-norm-gain --seeds {seeds}`, one
 dimension over four sizes, every block cut into its mappings by zeros that are added to them: one backward pass and one JVP, exact.
 
 Four desiderata at the first step under SGD (after Chizat and Netrapalli 2023, arXiv 2311.18718; the composition over a block is

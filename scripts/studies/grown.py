@@ -1,6 +1,6 @@
 """A grown model against one trained from scratch, on the same tokens: `python -m scripts.studies.grown --write`.
 
-Two smaller decoders train on python_corpus; at half of the steps each is grown into the larger one (`mupax train grow`),
+Two smaller decoders train on python_corpus; at half of the steps each is grown into the larger one (`mupax grow`),
 which goes on with the same schedule and the next batch. Beside them all three train every step from scratch. One preset, one
 rate, two seeds; the batch was cut to 4 after one run at 16, of the same order.
 """

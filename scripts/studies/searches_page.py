@@ -12,7 +12,7 @@ from scripts.pages.markdown import table
 FRUGAL = """## Best rates alone, for less
 
 ```sh
-mupax train transfer lm-tiny --grow head_dim=16,32,64 --search frugal --dry-run
+mupax transfer lm-tiny --grow head_dim=16,32,64 --search frugal --dry-run
 ```
 
 trains the smallest size as above, and every larger one at three rates an octave apart around where the smaller sizes lead, from one

@@ -2,7 +2,7 @@
 
     python -m scripts.studies.transfer [NAME ...] [--minutes 20] [--render] [--list]
 
-Each study is a `mupax train transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
+Each study is a `mupax transfer` in docs/transfer/NAME, whose rows are kept as they finish: a study that was stopped goes
 on. `--render` judges and draws again what is there.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import command_line
+from mupax import command_line, spellings
 from mupax.train.config import cli
 from mupax.train.config.record import words_of
 from mupax.train.studies.sweep.rows import Rows
@@ -137,7 +137,7 @@ with the command that trains it alone.
 
 
 def words(name: str, minutes: float) -> list[str]:
-    """What follows `mupax train transfer` in a study, its path relative to the checkout."""
+    """What follows `mupax transfer` in a study, its path relative to the checkout."""
     return shlex.split(f"{STUDIES[name]} --minutes {minutes:g} --out docs/transfer/{name}")
 
 
@@ -154,7 +154,7 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         parts += ["|---|---|---|---|---|---|---|", *(_row(study) for study in record["studies"]), ""]
         parts += [*(f"- `{study['preset']}`: {study['conclusion']}" for study in record["studies"]), ""]
         parts += [*(_compared(entry) for entry in record["comparison"]), *[""] * bool(record["comparison"])]
-        parts += ["```sh", record["command"], "```", ""]
+        parts += ["```sh", spellings.current(record["command"]), "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]
     return "\n".join([*parts, verdicts.document(), searches_page.document()])
 
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in args.names or STUDIES:
         command = words(name, args.minutes)
         if args.list:
-            print(f"{name}: mupax train transfer {shlex.join(command)}")
+            print(f"{name}: mupax transfer {shlex.join(command)}")
         elif args.render and (OUT / name / "transfer.json").exists():
             judge_again(OUT / name)
         elif not args.render:

@@ -65,7 +65,7 @@ SEARCHED = {
         "--save-tuned docs/evidence/mup.vit-endless-v1.json"
     )
 }
-"""PRESET:NAME to the words of `mupax train tune` that searched several constants of a base."""
+"""PRESET:NAME to the words of `mupax tune` that searched several constants of a base."""
 
 
 def path_of(use: str) -> str:
@@ -75,7 +75,7 @@ def path_of(use: str) -> str:
 
 
 def studies(minutes: float) -> dict[str, list[str]]:
-    """PRESET:NAME to the words after `mupax train transfer`, their paths relative to the checkout."""
+    """PRESET:NAME to the words after `mupax transfer`, their paths relative to the checkout."""
     commands = {}
     for run, recipe in RECIPES.items():
         for preset, (flags, grow, added) in PRESETS.items():

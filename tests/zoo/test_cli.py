@@ -1,4 +1,4 @@
-"""`python -m zoo`: the list, one model's tree, and what a wrong word is answered."""
+"""`mupax models`: the list, one model's tree, and what a wrong word is answered."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
         (["describe"], "this needs NAME"),
         (["describe", "gpt2", "lm-tiny"], "nothing takes the word 'lm-tiny'"),
         (["describ", "gpt2"], "did you mean describe?"),
-        (["gpt2"], "mupax zoo describe gpt2"),
+        (["gpt2"], "mupax models describe gpt2"),
         (["list", "gpt2"], "nothing takes the word 'gpt2'"),
         (["--jsn"], "no flag is named --jsn; did you mean --json?"),
         (["describe", "gpt2", "--deep"], "no flag is named --deep"),

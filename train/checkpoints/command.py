@@ -1,4 +1,4 @@
-"""`mupax train checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health; and the flags of every command that reads one.
+"""`mupax checkpoints WORKDIR`: the checkpoints of a run: steps, sizes, age and health; and the flags of every command that reads one.
 
 Imports no arrays: `--help` answers within a second.
 """
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError, WorkdirError: wrong flags, or no run there.
     """
-    args = command_line.parse(Checkpoints, "mupax train checkpoints", argv)
+    args = command_line.parse(Checkpoints, "mupax checkpoints", argv)
 
     from mupax.train.checkpoints import workdir
 

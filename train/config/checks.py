@@ -26,8 +26,6 @@ _PLACE_FLAGS = (
     "--config",
 )
 """Flags whose value may be in a bucket; the empty one is a word without a flag."""
-_LOCAL_COMMANDS = ("check", "sweep", "tune", "transfer", "compile", "balance")
-"""What writes many small files, or pages about them."""
 
 
 def at_least(owner: str, config: object, smallest: float, *names: str) -> None:
@@ -79,8 +77,13 @@ def check_place(name: str, path: str | None) -> None:
         raise ConfigError(f"{name}: {error}") from error
 
 
-def check_words(argv: Sequence[str]) -> None:
-    """`check_place` for every word of a command line that may name a bucket, `check_local` for every other."""
+def check_words(argv: Sequence[str], *, is_local: bool = False) -> None:
+    """Apply `check_place` to every word of a command line that may name a bucket, and `check_local` to the others.
+
+    Args:
+        argv: words of the command line.
+        is_local: the command writes many small files, or pages about them, so only its config may be in a bucket.
+    """
     before = ""
     for word in argv:
         if before in _TEXT_FLAGS:  # the text itself, which may begin with dashes
@@ -90,7 +93,7 @@ def check_words(argv: Sequence[str]) -> None:
         if flag not in _TEXT_FLAGS:
             check = (
                 check_place
-                if flag == "--config" or (flag.replace("_", "-") in _PLACE_FLAGS and argv[0] not in _LOCAL_COMMANDS)
+                if flag == "--config" or (flag.replace("_", "-") in _PLACE_FLAGS and not is_local)
                 else check_local
             )
             check(flag or "the path", value)

@@ -34,7 +34,7 @@ class Command:
 
     config: Annotated[Config, conf.arg(name="")]
     model: Annotated[str | None, conf.arg(metavar="NAME")] = None
-    """Train another model of `mupax zoo`, of the recipe's family; --model.* change the one chosen."""
+    """Train another model of `mupax models`, of the recipe's family; --model.* change the one chosen."""
     dry_run: Switch = False
     """Print shapes, the preset's table, memory, FLOPs and the time of a save; train nothing."""
     print_config: Switch = False

@@ -107,7 +107,7 @@ class MeshConfig:
     tensor: int = 1
     """Heads, MLP and vocabulary split."""
     sweep: int = 1
-    """Points of a sweep side by side (`mupax train sweep`); 1 in a run of its own."""
+    """Points of a sweep side by side (`mupax sweep`); 1 in a run of its own."""
     rules: Annotated[tuple[str, ...], conf.arg(metavar="LOGICAL=MESH ...")] = ()
     """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
     slices: Annotated[tuple[str, ...], conf.arg(metavar="AXIS=N ...")] = ()

@@ -105,7 +105,7 @@ def cautions(run: Run) -> list[str]:
     unknown = run.preset.noise_scale is None and ratio["batch"] != 1
     return horizon.rule(run.preset.joint).cautions(ratio) + unknown * [
         f"the joint rule {run.preset.joint} holds below the noise scale, which is not known here: measure it with "
-        "`mupax train noise WORKDIR`, and write it behind --noise-scale"
+        "`mupax noise WORKDIR`, and write it behind --noise-scale"
     ]
 
 

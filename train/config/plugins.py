@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mupax import terminal
 from mupax.plugins import (
+    FLAG,
     PluginError,
     digest,
     import_folder,
@@ -20,6 +21,7 @@ from mupax.plugins import (
     importable_name,
     loaded_module,
     remember,
+    split,
     trusted,
 )
 from mupax.presets.optimizers import OPTIMIZERS
@@ -31,7 +33,6 @@ from mupax.zoo.configs import CONFIGS, FAMILIES
 
 GROUP = "mupax.plugins"
 """Entry points of installed packages that every command imports."""
-FLAG = "--plugin"
 _registered_by: dict[tuple[str, str], str] = {}
 """(table, name) to the plugin that wrote the line. Tables are of the process, and so is this."""
 
@@ -46,27 +47,6 @@ class Extension(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.table} {self.name}"
-
-
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the modules that `--plugin MODULE` names, and the other words of a command line.
-
-    Raises:
-        PluginError: the flag is the last word.
-    """
-    modules: list[str] = []
-    words: list[str] = []
-    remaining = iter(argv)
-    for word in remaining:
-        flag, equals, value = word.partition("=")
-        if flag != FLAG:
-            words.append(word)
-            continue
-        name = value if equals else next(remaining, "")
-        if not name or name.startswith("-"):
-            raise PluginError(f"{FLAG} needs the name of a module after it, such as {FLAG} my_optimizer")
-        modules.append(name)
-    return modules, words
 
 
 def load(modules: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ class PresetConfig:
     """Which parameterization, and its constants. A constant left out takes the preset's default."""
 
     name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
-    """Preset name (`mupax presets` lists them), or measured:PATH, a file of `mupax train balance`."""
+    """Preset name (`mupax presets` lists them), or measured:PATH, a file of `mupax presets balance`."""
     base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,...")] = None
     """What factors are relative to: a model (with the run's experts, where it has none), or sizes such as embed=64,head_dim=16,layers=2;
     None is the absolute form (base 1)."""
@@ -55,7 +55,7 @@ class PresetConfig:
     joint: Annotated[Literal["none", "sde", "complete-d"], conf.arg(aliases=("--joint",))] = "none"
     """Scale rate, betas, eps, decay, warm-up from the recipe's batch and tokens, or base MODEL,batch=N,tokens=N: `presets joint`."""
     noise_scale: Annotated[float | None, conf.arg(aliases=("--noise-scale",))] = None
-    """Gradient noise scale in examples, from `mupax train noise`; a joint rule is refused at a larger batch."""
+    """Gradient noise scale in examples, from `mupax noise`; a joint rule is refused at a larger batch."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", ALIASES.get(self.name, self.name))

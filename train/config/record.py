@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from mupax import spellings
 from mupax.train.config.data import SIZES_OF_IMAGES, PixelsConfig, source
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.recipes import RECIPES
@@ -226,12 +227,13 @@ def command_of(config: Config) -> str:
 
 
 def words_of(command: str) -> list[str]:
-    """Return the words after `mupax train` of a recorded command. Older records have `mupax train`."""
-    recorded = shlex.split(command)
-    for program in (["mupax", "train"], ["python", "-m", "train"]):
-        if recorded[: len(program)] == program:
-            return recorded[len(program) :]
-    return []
+    """Return the words after `mupax` of a recorded command, which an earlier version may have spelled otherwise."""
+    program, *recorded = shlex.split(command) or [""]
+    if program == "python" and recorded[:2] == ["-m", "train"]:
+        recorded = recorded[1:]
+    elif program != "mupax":
+        return []
+    return spellings.current_words(recorded)
 
 
 def words(config: Config) -> list[str] | None:

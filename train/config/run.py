@@ -144,7 +144,7 @@ class Config:
         if isinstance(self.model, TransformerConfig) and self.model.lora.rank and not (self.train_only or self.freeze):
             raise ConfigError(
                 f"model.lora.rank {self.model.lora.rank} adds adapters to matrices that stay as they are, and nothing is frozen; add "
-                "--train-only lora_a lora_b, or write `mupax train finetune ... --lora.rank`, which does"
+                "--train-only lora_a lora_b, or write `mupax finetune ... --lora.rank`, which does"
             )
         if self.data.transforms != TransformsConfig() and self.model.task != "images":
             raise ConfigError(

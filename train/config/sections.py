@@ -89,7 +89,7 @@ class InitConfig:
     """The checkpoint a run starts from instead of fresh parameters. Everything that does not fit must be named here."""
 
     init_from: Annotated[str | None, conf.arg(metavar="PATH")] = None
-    """A workdir, one of its steps (WORKDIR/checkpoints/STEP), or a folder of safetensors (Hugging Face, `mupax zoo import`)."""
+    """A workdir, one of its steps (WORKDIR/checkpoints/STEP), or a folder of safetensors (Hugging Face, `mupax import`)."""
     init_optimizer: bool = False
     """Take over the optimizer's moments too; the run still starts at step 0."""
     init_ema: bool = False

@@ -68,7 +68,7 @@ def fetched(folder: Path, note: Note) -> Path:
 
 def prepare_again(name: str) -> str:
     """What to do about a data set whose folder is damaged."""
-    return f"Delete that folder and prepare it again (python -m mupax.train.data prepare {name})"
+    return f"Delete that folder and prepare it again (mupax data prepare {name})"
 
 
 @contextlib.contextmanager

@@ -42,9 +42,7 @@ def make_mesh(
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(config, len(devices))
     if sizes["sweep"] > 1 and not swept:
-        raise MeshError(
-            f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `mupax train sweep`"
-        )
+        raise MeshError(f"mesh.sweep is {sizes['sweep']} and a run of its own is one point; write 1, or `mupax sweep`")
     attribute, islands = _islands(devices)
     across = _across(config, sizes, len(islands))
     if len(set(islands.values())) > 1:

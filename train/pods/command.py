@@ -1,4 +1,4 @@
-"""`mupax train compile RECIPE --topology v5e:16x16`: compile a recipe's step for a TPU pod, without a TPU."""
+"""`mupax compile RECIPE --topology v5e:16x16`: compile a recipe's step for a TPU pod, without a TPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Compile:
 
 def main(argv: Sequence[str]) -> int:
     """Compiles and prints: 0 where the step fits, 1 where it does not; raises as `mupax.train.config.cli.parse`."""
-    args, rest = command_line.parse_known(Compile, "mupax train compile", cli.with_file_first(argv))
+    args, rest = command_line.parse_known(Compile, "mupax compile", cli.with_file_first(argv))
     from mupax.train.pods import topology
 
     topology.chip_of(args.topology)

@@ -1,4 +1,4 @@
-"""`mupax train convert WORKDIR --form FORM --out WORKDIR`: a training state from one form of a preset to another.
+"""`mupax convert WORKDIR --form FORM --out WORKDIR`: a training state from one form of a preset to another.
 
 The same model, the same next step, other numbers: a multiplier theta times larger has weight / theta, first moment or
 momentum * theta, second moment * theta^2 (the abc symmetry, Tensor Programs IV; moments derived from it).
@@ -41,12 +41,12 @@ class Convert:
 
 def main(argv: Sequence[str]) -> int:
     """Converts; 0 when done. Raises UsageError, WorkdirError or WeightsError for what does not fit."""
-    args = command_line.parse(Convert, "mupax train convert", argv)
+    args = command_line.parse(Convert, "mupax convert", argv)
     from mupax.train.checkpoints import saved_run
     from mupax.train.checkpoints.making import finish, is_made
     from mupax.train.reuse import runs
 
-    command = ["mupax", "train", "convert", *argv]
+    command = ["mupax", "convert", *argv]
     if is_made(args.out, command):
         return 0
     run = saved_run.find(args.workdir)

@@ -85,7 +85,7 @@ class Model:
         top_p: float | None = None,
         seed: int = 0,
     ) -> str:
-        """Return the text that `mupax train generate` adds to a prompt.
+        """Return the text that `mupax generate` adds to a prompt.
 
         An encoder-decoder returns what it makes of a prompt with `<mask>` (or `<0>`, `<1>`) in it.
 
@@ -127,7 +127,7 @@ class Model:
     def predict(
         self, images: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, top: int | None = None
     ) -> list[Prediction]:
-        """Return the classes of image files with probabilities, as `mupax train predict` prints them.
+        """Return the classes of image files with probabilities, as `mupax predict` prints them.
 
         Images of any size and mode are read as evaluation reads them.
 
@@ -214,7 +214,7 @@ def load(
     """Open a trained model for use in Python.
 
     Args:
-        run: Run that `fit` returned, its workdir, WORKDIR/checkpoints/STEP, a folder of weights (`mupax zoo import`, or
+        run: Run that `fit` returned, its workdir, WORKDIR/checkpoints/STEP, a folder of weights (`mupax import`, or
             Hugging Face's own), or ORG/NAME of the Hugging Face hub.
         step: Step of a run's checkpoint, or "best"; the newest unless given.
         ema: Whether to read the moving average of the parameters; where the run keeps one, unless given.

@@ -60,7 +60,7 @@ def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], 
     if not imported and not (folder / CONFIG).is_file():
         raise WeightsError(
             f"{path}: no run and no weights there ({CONFIG} is missing); give a workdir, workdir/{CHECKPOINTS}/STEP, "
-            "a folder of `mupax zoo import`, or one of Hugging Face with config.json and safetensors"
+            "a folder of `mupax import`, or one of Hugging Face with config.json and safetensors"
             + ("" if path.exists() else "; `hf download ORG/NAME --local-dir FOLDER` brings one from the hub")
         )
     fields = read_json(folder / (MODEL if imported else CONFIG))

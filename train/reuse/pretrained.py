@@ -79,7 +79,7 @@ def find(
     """Open what a path names, without its arrays. The config of a run names the run's own tokenizer and chat template.
 
     Args:
-        path: a run's workdir, one of its steps, a folder that `mupax zoo import` wrote, or one of Hugging Face.
+        path: a run's workdir, one of its steps, a folder that `mupax import` wrote, or one of Hugging Face.
         step: of a run, which checkpoint, or best; the newest unless given.
         average: whether the moving average is meant; where the run has one, unless given.
         writes: whether weights of an encoder-decoder are to write alone, for which the noise of its training need not be known.

@@ -102,7 +102,7 @@ def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"]
 
     Args:
         path: a run's workdir, one of its steps (workdir/checkpoints/STEP, workdir/checkpoints/best), a folder that
-            `mupax zoo import` wrote, or a folder of Hugging Face (config.json and safetensors, whole or in parts).
+            `mupax import` wrote, or a folder of Hugging Face (config.json and safetensors, whole or in parts).
         step: of a workdir, which checkpoint, or best; the newest unless given.
         part: of a run, its parameters or their moving average.
 

@@ -1,4 +1,4 @@
-"""`mupax train eval WORKDIR`: loss and accuracy of any checkpoint of a run on its evaluation data, or on other data."""
+"""`mupax eval WORKDIR`: loss and accuracy of any checkpoint of a run on its evaluation data, or on other data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Evaluate(ModelFlags):
     keeps a moving average of its parameters, that is evaluated, as in the run. The run's flags --data.*, --mesh.* and
     --model.compute.* work here too: --data.name text:PATH evaluates on another text, --mesh.data 1 on a single device. The sets that the
     run evaluates on beside its own, or those of --data.evaluate, have a line each. --step best is the best checkpoint that was kept.
-    WORKDIR may be a folder that `mupax zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub, where --data.name says what to read.
+    WORKDIR may be a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub, where --data.name says what to read.
     Of images there are also the top-5 accuracy, the expected calibration error (15 bins) and every class by itself.
     --tasks runs tasks of the lm-eval harness in place of all that.
     """
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         WorkdirError: no such run, step or average, or a damaged checkpoint.
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
-    args, rest = command_line.parse_known(Evaluate, "mupax train eval", argv)
+    args, rest = command_line.parse_known(Evaluate, "mupax eval", argv)
     if args.tasks:
         return _on_tasks(args, rest)
     from mupax.train.reuse import pretrained
@@ -320,7 +320,7 @@ def check_classes(classes: Sequence[str], here: Sequence[str] | None, saved: Any
     if list(classes) == list(here or ()):
         return
     there, other = (printable(", ".join(each[:8]) + (" …" if len(each) > 8 else "")) for each in (classes, here or ()))
-    command = shlex.join(["mupax", "train", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)])
+    command = shlex.join(["mupax", "finetune", name.removeprefix("images:"), "--from", str(saved.workdir)])
     raise DataError(
         f"the classes of the run in {saved.workdir} are {there}, and those of {name} {other}; give it folders of the same names, or "
         f"fine-tune on them: `{command}`"

@@ -1,4 +1,4 @@
-"""`mupax train noise WORKDIR`: the gradient noise scale of a run at a checkpoint, below which joint rules hold.
+"""`mupax noise WORKDIR`: the gradient noise scale of a run at a checkpoint, below which joint rules hold.
 
 B_simple = tr(Sigma) / |G|^2 (McCandlish et al. 2018, 1812.06162, equation 2.9): the batch at which noise and gradient are equally
 large. |g|^2 of a batch is |G|^2 + tr(Sigma) / B, the product of two batches' gradients is |G|^2, so J batches tell both without bias.
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
         WorkdirError: no such run or step, or a damaged checkpoint.
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
-    args, rest = command_line.parse_known(Noise, "mupax train noise", argv)
+    args, rest = command_line.parse_known(Noise, "mupax noise", argv)
     from mupax.train.reuse import pretrained
 
     opened = functools.partial(pretrained.run_of, args.workdir, args.step, args.ema)

@@ -1,4 +1,4 @@
-"""What a sweep saves over runs of its own: `mupax train sweep` against one `mupax train` per point, as whole commands.
+"""What a sweep saves over runs of its own: `mupax sweep` against one `mupax train` per point, as whole commands.
 
     python -m scripts.bench.runs.sweep_cost [--rates 9] [--seeds 2] [--steps 200] [--json PATH]
 

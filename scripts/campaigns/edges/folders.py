@@ -474,7 +474,7 @@ def listed_while_saved(lab: Lab, folder: Path) -> Outcome:
     listed = 0
     saving = 0
     while lab.worker.ask({"alive": pid}, BOUND_S):
-        listing = lab.run(["train", "checkpoints", out], {})
+        listing = lab.run(["checkpoints", out], {})
         if listing.code == 2 and "holds no run" in listing.output:
             continue
         outcome = judge(listing, [0])

@@ -183,14 +183,14 @@ class Inputs:
     def exported(self, kind: str) -> Path:
         """Return the folder of a run's weights in Hugging Face's format."""
         out = self.folder / f"exported-{kind}"
-        run(self.folder, ["zoo", "export", str(self.trained(kind)), "--out", str(out)])
+        run(self.folder, ["export", str(self.trained(kind)), "--out", str(out)])
         return out
 
     @functools.cache  # noqa: B019 - one for the campaign
     def imported(self) -> Path:
         """Return the folder of imported weights."""
         out = self.folder / "imported"
-        run(self.folder, ["zoo", "import", str(self.exported("decoder")), "--out", str(out)])
+        run(self.folder, ["import", str(self.exported("decoder")), "--out", str(out)])
         return out
 
     @functools.cache  # noqa: B019 - one for the campaign
@@ -422,20 +422,20 @@ def evaluate(case: Case) -> Any:
     case.copied_run()
     (case.folder / "out").mkdir()
     file = case.folder / "out" / case.name
-    case.run("train", "eval", case.place, "--json", file)
+    case.run("eval", case.place, "--json", file)
     return json_numbers(file)
 
 
 def evaluate_step(case: Case) -> Any:
     """Evaluate one step of a run."""
     workdir = case.copied_run()
-    case.run("train", "eval", workdir / "checkpoints" / "4", "--json", case.folder / "e.json")
+    case.run("eval", workdir / "checkpoints" / "4", "--json", case.folder / "e.json")
     return json_numbers(case.folder / "e.json")
 
 
 def generate(case: Case) -> Any:
     """Generate text with a run."""
-    return case.run("train", "generate", case.copied_run(), "--prompt", "def", "--tokens", "12", "--seed", "3")
+    return case.run("generate", case.copied_run(), "--prompt", "def", "--tokens", "12", "--seed", "3")
 
 
 def serve(case: Case) -> Any:
@@ -445,7 +445,7 @@ def serve(case: Case) -> Any:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = case.folder / "serve.out"
-    pid = fork(["train", "serve", str(workdir), "--port", str(port)], out, None, case.folder)
+    pid = fork(["serve", str(workdir), "--port", str(port)], out, None, case.folder)
     address = f"http://127.0.0.1:{port}/v1/completions"
     body = json.dumps({"prompt": "def", "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
@@ -464,13 +464,13 @@ def serve(case: Case) -> Any:
 
 def export(case: Case) -> Any:
     """Export a run into a folder."""
-    case.run("zoo", "export", case.inputs.trained("decoder"), "--out", case.place)
+    case.run("export", case.inputs.trained("decoder"), "--out", case.place)
     return digests(case.place, ".safetensors")
 
 
 def export_from(case: Case) -> Any:
     """Export from a run."""
-    case.run("zoo", "export", case.copied_run(), "--out", case.folder / "hf")
+    case.run("export", case.copied_run(), "--out", case.folder / "hf")
     return digests(case.folder / "hf", ".safetensors")
 
 
@@ -479,20 +479,20 @@ def import_weights(case: Case) -> Any:
     (case.folder / "from").mkdir()
     source = case.folder / "from" / case.name
     shutil.copytree(case.inputs.exported("decoder"), source)
-    case.run("zoo", "import", source, "--out", case.place)
+    case.run("import", source, "--out", case.place)
     return digests(case.place, ".safetensors")
 
 
 def convert(case: Case) -> Any:
     """Convert a run into a folder."""
-    case.run("train", "convert", case.inputs.trained("decoder"), "--form", "mean-field", "--out", case.place)
+    case.run("convert", case.inputs.trained("decoder"), "--form", "mean-field", "--out", case.place)
     return tiny_runs.left_arrays(case.place, 8)
 
 
 def convert_from(case: Case) -> Any:
     """Convert from a run."""
     out = case.folder / "converted"
-    case.run("train", "convert", case.copied_run(), "--form", "mean-field", "--out", out)
+    case.run("convert", case.copied_run(), "--form", "mean-field", "--out", out)
     return tiny_runs.left_arrays(out, 8)
 
 
@@ -501,7 +501,7 @@ def grow(case: Case) -> Any:
     workdir = case.copied_run()
     (case.folder / "out").mkdir()
     out = case.folder / "out" / case.name
-    case.run("train", "grow", workdir, "--set", "width=32", "--out", out)
+    case.run("grow", workdir, "--set", "width=32", "--out", out)
     case.run("train", "--resume", "--workdir", out, "--steps", "10")
     return case.left(out, 10)
 
@@ -511,13 +511,13 @@ def checkpoints(case: Case) -> Any:
     workdir = case.copied_run()
     (case.folder / "out").mkdir()
     file = case.folder / "out" / case.name
-    case.run("train", "checkpoints", workdir, "--verify", "--json", file)
+    case.run("checkpoints", workdir, "--verify", "--json", file)
     return json_numbers(file)
 
 
 def noise(case: Case) -> Any:
     """Measure the gradient noise of a run."""
-    case.run("train", "noise", case.copied_run(), "--batches", "4", "--json", case.folder / "n.json")
+    case.run("noise", case.copied_run(), "--batches", "4", "--json", case.folder / "n.json")
     return json_numbers(case.folder / "n.json")
 
 
@@ -560,7 +560,7 @@ def evaluate_on_set(case: Case) -> Any:
     """Evaluate on a text."""
     shutil.copy(case.inputs.text, case.place)
     file = case.folder / "e.json"
-    case.run("train", "eval", case.inputs.trained("decoder"), f"--data.name=text:{case.place}", "--json", file)
+    case.run("eval", case.inputs.trained("decoder"), f"--data.name=text:{case.place}", "--json", file)
     return json_numbers(file)
 
 
@@ -601,7 +601,7 @@ def image_class(case: Case) -> Any:
         "--workdir",
         workdir,
     )
-    case.run("train", "eval", workdir)
+    case.run("eval", workdir)
     return {name: entry["shape"] for name, entry in case.left(workdir, 4)["arrays"].items()}
 
 
@@ -611,7 +611,7 @@ def predict(case: Case) -> Any:
     (case.folder / "pictures").mkdir()
     shutil.copytree(case.inputs.pictures(), case.folder / "pictures" / case.name)
     shutil.copy(case.inputs.pictures() / "red" / "0.png", case.folder / "one.png")
-    text = case.run("train", "predict", workdir, case.folder / "pictures" / case.name, "one.png", "--json")
+    text = case.run("predict", workdir, case.folder / "pictures" / case.name, "one.png", "--json")
     return [numbers_of(json.loads(line)) for line in text.splitlines()]
 
 
@@ -622,7 +622,7 @@ def finetune(case: Case) -> Any:
     folder = case.folder / "pictures" / case.name
     shutil.copytree(case.inputs.pictures(), folder)
     out = case.folder / "tuned"
-    case.run("train", "finetune", folder, "--from", source, "--steps", "3", "--data.batch-size", "4", "--workdir", out)
+    case.run("finetune", folder, "--from", source, "--steps", "3", "--data.batch-size", "4", "--workdir", out)
     return case.left(out, 3)
 
 
@@ -653,9 +653,7 @@ def config_by_its_name(case: Case) -> Any:
 def sweep(case: Case) -> Any:
     """Sweep two learning rates."""
     name = f"text:{case.inputs.text}"
-    case.run(
-        "train", "sweep", *DECODER, "--data.name", name, "--steps", "4", "--lr", "2^-9:2^-7:2", "--out", case.place
-    )
+    case.run("sweep", *DECODER, "--data.name", name, "--steps", "4", "--lr", "2^-9:2^-7:2", "--out", case.place)
     points = json.loads((case.place / "sweep.json").read_text())["points"]
     return sorted(point["loss"] for point in points)
 
@@ -664,7 +662,7 @@ def tune(case: Case) -> Any:
     """Tune the learning rate."""
     words = ["--over", "lr", "--points", "3", "--batch", "2", "--seeds", "1", "--confirm", "0", "--minutes", "5"]
     name = f"text:{case.inputs.text}"
-    case.run("train", "tune", *DECODER, "--data.name", name, "--steps", "4", *words, "--out", case.place)
+    case.run("tune", *DECODER, "--data.name", name, "--steps", "4", *words, "--out", case.place)
     return sorted(entry.name for entry in case.place.iterdir())
 
 
@@ -672,13 +670,13 @@ def transfer(case: Case) -> Any:
     """Measure transfer over two sizes."""
     words = ["--grow", "head_dim=4,8", "--seeds", "2", "--max-seeds", "2", "--minutes", "1"]
     name = f"text:{case.inputs.text}"
-    case.run("train", "transfer", *DECODER, "--data.name", name, "--steps", "4", *words, "--out", case.place)
+    case.run("transfer", *DECODER, "--data.name", name, "--steps", "4", *words, "--out", case.place)
     return sorted(entry.name for entry in case.place.iterdir() if entry.suffix in {".html", ".png"})
 
 
 def plan(case: Case) -> Any:
     """Plan a run into a file."""
-    case.run("train", "plan", *DECODER, "--data.name", f"text:{case.inputs.text}", "--out", case.place)
+    case.run("plan", *DECODER, "--data.name", f"text:{case.inputs.text}", "--out", case.place)
     return json.loads(case.place.read_text()).keys() != set()
 
 
@@ -687,14 +685,14 @@ def check(case: Case) -> Any:
     (case.folder / "out").mkdir()
     figure = case.folder / "out" / f"{case.name[:251]}.png"
     words = ["lm-proxy", "--sizes", "2", "--seeds", "2"]
-    case.run("train", "check", *words, "--json", case.place, "--figure", figure, codes=(0, 1))
+    case.run("check", *words, "--json", case.place, "--figure", figure, codes=(0, 1))
     return [numbers_of(json.loads(case.place.read_text())), figure.stat().st_size > 0]
 
 
 def balance(case: Case) -> Any:
     """Derive learning rates into a file, and read them."""
     file = case.folder / f"{case.name[:250]}.json"
-    case.run("train", "balance", "vit-proxy", "--optimizer", "sgd", "--out", file)
+    case.run("presets", "balance", "vit-proxy", "--optimizer", "sgd", "--out", file)
     case.run("presets", "table", file, "--model", "vit-proxy", "--optimizer", "sgd")
     return json_numbers(file)
 
@@ -727,13 +725,13 @@ def with_tokenizer(case: Case) -> Any:
     file = case.place / "tokenizer.json"
     shutil.copy(case.inputs.tokenizer(), file)
     result = train_on(case, f"text:{case.inputs.text}", f"--data.tokenizer={file}", "--model.vocab-size", "300")
-    case.run("train", "generate", case.folder / "run", "--prompt", "def", "--tokens", "4")
+    case.run("generate", case.folder / "run", "--prompt", "def", "--tokens", "4")
     return result
 
 
 def push(case: Case) -> Any:
     """List what would be pushed."""
-    text = case.run("train", "push", case.copied_run(), "--to", "user/name", "--dry-run")
+    text = case.run("push", case.copied_run(), "--to", "user/name", "--dry-run")
     return [name in text for name in ("model.safetensors", "config.json")]
 
 
@@ -760,7 +758,7 @@ def working_directory(case: Case) -> Any:
     case.place.mkdir()
     shutil.copy(case.inputs.text, case.place / "t.txt")
     case.run("train", *DECODER, "--data.name", "text:t.txt", "--steps", "4", cwd=case.place)
-    case.run("train", "generate", "runs/lm-tiny", "--prompt", "a", "--tokens", "4", cwd=case.place)
+    case.run("generate", "runs/lm-tiny", "--prompt", "a", "--tokens", "4", cwd=case.place)
     return case.left(case.place / "runs" / "lm-tiny", 4)
 
 
@@ -769,7 +767,7 @@ def relative_name(case: Case) -> Any:
     word = f"./{case.name}" if case.name[0] in "-~" or ":" in case.name else case.name
     name = f"text:{case.inputs.text}"
     case.run("train", *DECODER, "--data.name", name, "--steps", "4", "--workdir", word)
-    case.run("train", "eval", word)
+    case.run("eval", word)
     return case.left(case.place, 4)
 
 
@@ -871,7 +869,7 @@ def short_run(case: Case, word: str, place: Path) -> Any:
     """Train and evaluate a workdir as it is written."""
     name = f"text:{case.inputs.text}"
     case.run("train", *DECODER, "--data.name", name, "--steps", "4", "--workdir", word)
-    case.run("train", "eval", word)
+    case.run("eval", word)
     return case.left(place, 4)
 
 

@@ -1,4 +1,4 @@
-"""Requests and load on `mupax train serve`: odd values, hostile heads and bodies, clients that leave, a worker without memory.
+"""Requests and load on `mupax serve`: odd values, hostile heads and bodies, clients that leave, a worker without memory.
 
 Most trials share one server of a tiny model. A trial is right only if the server also answers an ordinary request afterwards,
 with the text that it had at first, and has printed no traceback.
@@ -60,11 +60,11 @@ class Running:
     """A server in a process of its own.
 
     Args:
-        *flags: of `mupax train serve`.
+        *flags: of `mupax serve`.
     """
 
     def __init__(self, model: Path, *flags: str) -> None:
-        words = ["train", "serve", str(model), "--port", "0", *flags]
+        words = ["serve", str(model), "--port", "0", *flags]
         self.process = start(words)
         self._lines: list[str] = []
         self._is_ready = threading.Event()
@@ -194,7 +194,7 @@ class Shared:
 
 
 def write_model(folder: Path) -> None:
-    """Write weights of a tiny model as `mupax zoo import` does."""
+    """Write weights of a tiny model as `mupax import` does."""
     from mupax.train.config.run import PresetConfig
     from mupax.train.reuse.huggingface import files
     from mupax.train.reuse.source import Source
@@ -927,7 +927,7 @@ def command_trials(server: Shared) -> list[Trial]:
 def refused_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outcome:
     """Start the command with a wrong flag."""
     tokenizer = ["--data.tokenizer", "bytes"]
-    return judge(mupax(["train", "serve", str(server.model), *tokenizer, "--port", "0", *flags]), (2,))
+    return judge(mupax(["serve", str(server.model), *tokenizer, "--port", "0", *flags]), (2,))
 
 
 def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: str) -> Outcome:

@@ -60,7 +60,7 @@ FIGURE = Figure(
     source="figure 2a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss, mean over the last tenth of the steps, of the paper's ViT (centred output, constant learning rate, SGD with "
     "momentum) on a grid of half octaves as N grows with the number of heads fixed, paired seeds and the same batches "
-    "everywhere, on scikit-learn's digits (the paper: CIFAR-5M). The optimum is `python -m train transfer`'s fit; a language "
+    "everywhere, on scikit-learn's digits (the paper: CIFAR-5M). The optimum is `mupax transfer`'s fit; a language "
     "model's studies, under Adam, are in [transfer.md](transfer.md).",
     small={
         "rules": _RULES,

@@ -116,7 +116,7 @@ def _times(octaves: float) -> str:
 
 HEAD = f"""# At what rate to fine-tune
 
-`mupax train finetune` has a rate rule: 0.3 times the peak of the source's run, under the source's preset, and three times that for
+`mupax finetune` has a rate rule: 0.3 times the peak of the source's run, under the source's preset, and three times that for
 low-rank adapters ([own images](own_images.md)). Is that rate right, and is it the same at another width? Two widths of `lm-proxy`
 ({WIDTHS[0]} and {WIDTHS[1]}, two heads) train on the source text of Python's standard library for {SOURCE_STEPS} steps of 16 windows of 64
 bytes at a peak of 0.008, then 100 steps on another text: the C headers that NumPy {{numpy}} installs. Under `mup` the base is `lm-proxy`; at

@@ -2,7 +2,7 @@
 
     nice python -m scripts.studies.finetuning --workdir FOLDER [--seeds 4] [--json FILE]
 
-A source is `lm-proxy` of a width, trained on python_corpus; it goes on with the C headers that NumPy installs, by `mupax train
+A source is `lm-proxy` of a width, trained on python_corpus; it goes on with the C headers that NumPy installs, by `mupax
 finetune lm` as it is shipped but for the steps and the rate, which is the shipped one times powers of two. Where the best rate is at an
 end of the grid, rates are added there. Every seed has a source of its own. At the base's width both presets are the same model and the
 same rates, so those runs count for both. A row is one run, written when it is done; a run that has a row is not made again.

@@ -39,7 +39,7 @@ def tuned_preset(**changes: Any) -> tuned.Tuned:
             "sizes": [BASE, {**BASE, "embed": 256, "head_dim": 64, "mlp": 640}], "seeds": 3,
             "log2_lr": [-8.0, -7.0, -6.0], "loss": [2.1, 2.0, None], "log2_optimum": interval,
             "transfer": [{"axis": "head_dim", "sizes": [16, 64], "verdict": "transfers", "drift": {"value": 0.01, "low": -0.1, "high": 0.12}}],
-            "versions": {"jax": "0.10.2"}, "command": "python -m train transfer lm-tiny", "date": "2026-11-21",
+            "versions": {"jax": "0.10.2"}, "command": "mupax transfer lm-tiny", "date": "2026-11-21",
         },
         **changes,
     }  # fmt: skip
@@ -179,7 +179,7 @@ def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
     shown = capsys.readouterr().out
     assert shown.startswith("depth-mup:mine-v1, transfers: adam 0.0078")
     assert "2^-6 diverged" in shown
-    assert "mupax train transfer lm-tiny" in shown
+    assert "mupax transfer lm-tiny" in shown
     assert presets_main(["tuned", "depth-mup:mine-v1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["base"] == BASE
     assert presets_main(["tuned", "mup:none"]) == 2

@@ -1,4 +1,4 @@
-"""`python -m presets verify`: exit codes, what it asks for, what it refuses, and how it looks at 80 columns."""
+"""`mupax verify`: exit codes, what it asks for, what it refuses, and how it looks at 80 columns."""
 
 from __future__ import annotations
 

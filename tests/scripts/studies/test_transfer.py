@@ -38,7 +38,7 @@ def test_the_record_is_of_the_command(name: str) -> None:
 def test_the_commands_are_ones_that_can_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert transfer_studies.main(["--list"]) == 0
     for line in capsys.readouterr().out.splitlines():
-        command = line.partition("mupax train transfer ")[2]
+        command = line.partition("mupax transfer ")[2]
         assert transfer_command.main([*shlex.split(command), "--dry-run"]) == 0
 
 

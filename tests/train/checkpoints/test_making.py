@@ -30,7 +30,7 @@ __all__ = ["bucket", "emulator"]  # fixtures
 
 pytestmark = pytest.mark.core
 
-COMMAND = ["mupax", "zoo", "import", "weights", "--out", "out"]
+COMMAND = ["mupax", "import", "weights", "--out", "out"]
 ENTRIES = {folders.MARK, "model.json", "model.safetensors"}
 
 
@@ -113,7 +113,7 @@ def test_a_half_is_refused_with_the_command_to_write_again(reader: str, here: Pa
     entry_point, _, words = reader.partition(" ")
     code, printed = run(train_main if entry_point == "train" else zoo_main, words)
     assert code == 2
-    assert "`mupax zoo import weights --out out`" in printed
+    assert "`mupax import weights --out out`" in printed
     assert names(here / "out") == before
     assert list(here.glob("new/*.json")) == []
 
@@ -192,7 +192,7 @@ def test_in_a_bucket_the_mark_alone_tells(bucket: str, here: Path) -> None:
     folders.write_mark(out, COMMAND, ["model.safetensors"], complete=False)
     (out / "model.safetensors").write_bytes(b"half of")
     code, printed = run(zoo_main, f"export {out} --out again")
-    assert (code, "`mupax zoo import weights --out out`" in printed) == (2, True)
+    assert (code, "`mupax import weights --out out`" in printed) == (2, True)
     assert run(zoo_main, f"import weights --out {out}")[0] == 0
     assert names(out) == ENTRIES
     assert run(zoo_main, f"export {out} --out again")[0] == 0

@@ -231,7 +231,7 @@ def refused(message: str, *, model: Any = ODD, batch_size: int = 16, accumulatio
         ),
         (
             {"data": 4, "sweep": 2},
-            "mesh.sweep is 2 and a run of its own is one point; write 1, or `mupax train sweep`",
+            "mesh.sweep is 2 and a run of its own is one point; write 1, or `mupax sweep`",
         ),
         ({"data": 1, "fsdp": 8}, "mesh.fsdp 8 does not divide axis 'embed' of size 20"),
         (

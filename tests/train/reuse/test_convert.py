@@ -1,4 +1,4 @@
-"""`python -m train convert`: a run that goes on in another form goes on as it would have, from its files alone."""
+"""`mupax convert`: a run that goes on in another form goes on as it would have, from its files alone."""
 
 from __future__ import annotations
 

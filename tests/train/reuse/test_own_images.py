@@ -343,7 +343,7 @@ def test_classes_that_are_not_the_runs_are_refused(tuned: dict[str, Any]) -> Non
         code, _, err = run("eval", *words)
         assert code == 2
         assert "the classes of the run in" in err
-        assert "or fine-tune on them: `mupax train finetune" in err
+        assert "or fine-tune on them: `mupax finetune" in err
     code, out, _ = run("eval", "vit", "--data.name", "images:digits", "--data.pixels.fit", "squash")
     assert code == 0
     assert "other data than the run's" in out

@@ -1,4 +1,4 @@
-"""`python -m zoo import` and `export`, and loading what they wrote: runs, steps, folders, and what is refused."""
+"""`mupax import` and `export`, and loading what they wrote: runs, steps, folders, and what is refused."""
 
 from __future__ import annotations
 

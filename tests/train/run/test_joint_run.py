@@ -60,7 +60,7 @@ def test_the_header_and_the_record_say_so(scaled: Done):
     )
     plain = " ".join(scaled.out.split())
     assert message in plain
-    assert "the noise scale, which is not known here: measure it with `mupax train noise WORKDIR`" in plain
+    assert "the noise scale, which is not known here: measure it with `mupax noise WORKDIR`" in plain
     record = json.loads(Path("sde", "config.json").read_text())
     assert record["config"]["preset"]["base"] == "lm-proxy,batch=4,tokens=1280"
     assert (record["config"]["preset"]["joint"], record["config"]["optimizer"]["peak_lr"]) == ("sde", 0.02)

@@ -28,7 +28,7 @@ def recipe(path: str) -> Callable[[], Config]:
     """What makes the config of a file, as a recipe does.
 
     The file holds fields as `--print-config` prints them, or a run's config.json, which has them under `config`; workdir and
-    resume of that are left out. Fields that it leaves out are those of its `recipe`. `model` may be a name of `mupax zoo`.
+    resume of that are left out. Fields that it leaves out are those of its `recipe`. `model` may be a name of `mupax models`.
     `data.mix` and `data.evaluate` may be lists of the words that their flags take, or maps from names to sources.
 
     Args:

@@ -59,7 +59,7 @@ def gpt2_c4() -> Config:
 def vit_h14() -> Config:
     """ViT-H/14 on ImageNet-1k for 90 epochs, with the rates of ViT-S/16 carried over by mup; made for a pod.
 
-    Cost: about 1e20 FLOPs; fits TPU v5e:4x4 (`mupax train compile vit-h14 --topology v5e:4x4`). Needs imagenet2012
+    Cost: about 1e20 FLOPs; fits TPU v5e:4x4 (`mupax compile vit-h14 --topology v5e:4x4`). Needs imagenet2012
     prepared by TFDS in `--data.data-dir`.
     Expect it to overfit ImageNet-1k without stronger augmentation (Beyer et al. 2022 stop at smaller models): it is here
     to be scaled, not for its accuracy.
@@ -70,7 +70,7 @@ def vit_h14() -> Config:
 def lm_1b() -> Config:
     """A 1.2 B decoder on 25 B tokens of C4, at the base size of its preset; made for a pod.
 
-    Cost: about 2e20 FLOPs; fits TPU v5e:8x8 (`mupax train compile lm-1b --topology v5e:8x8`). Streams C4
+    Cost: about 2e20 FLOPs; fits TPU v5e:8x8 (`mupax compile lm-1b --topology v5e:8x8`). Streams C4
     as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al. 2022).
     Expect nothing yet: no run of it is on record here.
     """
@@ -80,7 +80,7 @@ def lm_1b() -> Config:
 def lm_8b() -> Config:
     """An 8 B decoder of Llama 3's shape on 160 B tokens of C4, with the rates of lm-1b carried over by mup; for a pod.
 
-    Cost: about 8e21 FLOPs; fits TPU v5p:4x4x4, v5e:16x16 and v6e:16x16 (`mupax train compile lm-8b --topology
+    Cost: about 8e21 FLOPs; fits TPU v5p:4x4x4, v5e:16x16 and v6e:16x16 (`mupax compile lm-8b --topology
     v5e:16x16`). Streams C4 as gpt2-c4 does. Tokens are 20 per parameter (Hoffmann et al. 2022).
     Expect nothing yet: no run of it is on record here.
     """
@@ -90,7 +90,7 @@ def lm_8b() -> Config:
 def lm_30b_a3b() -> Config:
     """30 B of parameters in experts of which a token goes through 3 B, in the shape of Qwen3-30B-A3B, on 67 B tokens of C4; for a pod.
 
-    Cost: about 2e21 FLOPs; fits TPU v5e:16x16 and v5p:4x4x4 (`mupax train compile lm-30b-a3b --topology v5e:16x16`). Streams
+    Cost: about 2e21 FLOPs; fits TPU v5e:16x16 and v5p:4x4x4 (`mupax compile lm-30b-a3b --topology v5e:16x16`). Streams
     C4 as gpt2-c4 does. Tokens are 20 per active parameter. Of an example an expert takes 1.25 times its even share;
     `--model.routing.capacity-factor None` drops no token. Rates are those of lm-1b, carried over by mup, which has rules for experts.
     Expect nothing yet: no run of it is on record here.

@@ -256,7 +256,7 @@ def _fitting(program: Program, usage: Needs, limit: int, *, compiles: bool, else
                 return f"With {flags} it takes {gib(smaller.peak)}, {how}"
     shorter = _smaller_text(program, usage, limit)
     if program.layout.platform == "tpu":
-        return f"No flags make it fit here; `mupax train compile` finds the mesh of a pod. Else write {shorter}"
+        return f"No flags make it fit here; `mupax compile` finds the mesh of a pod. Else write {shorter}"
     if compiles and elsewhere:
         text = _on_more_devices(program, limit)
     else:

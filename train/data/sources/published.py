@@ -264,7 +264,7 @@ def find(name: str, data_dir: str | None) -> DataSet:
         if dataset.split("/")[0] not in builder_names():
             raise DataError(unknown(name, base))
         where = f" --data-dir {shlex.quote(data_dir)}" if data_dir and not is_remote(base) else ""
-        command = f"python -m mupax.train.data prepare {name}{where}"
+        command = f"mupax data prepare {name}{where}"
         if kind := STREAMED.get(dataset.partition("/")[0]):
             raise DataError(
                 f"{name} is not prepared in {base}; write --data.name {kind}, which streams it, or records:FOLDER of its files; to prepare "

@@ -1,4 +1,4 @@
-"""`mupax train generate RUN --chat`: a conversation with a model, in a terminal or through a pipe."""
+"""`mupax generate RUN --chat`: a conversation with a model, in a terminal or through a pipe."""
 
 from __future__ import annotations
 

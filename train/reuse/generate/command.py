@@ -1,4 +1,4 @@
-"""`mupax train generate WORKDIR --prompt TEXT`: text from any checkpoint of a language model."""
+"""`mupax generate WORKDIR --prompt TEXT`: text from any checkpoint of a language model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Generate(ModelFlags):
     """Text from any checkpoint of a language model; of an encoder-decoder, what it makes of a text with `<mask>` (or `<0>`, `<1>`) in it.
 
-    WORKDIR may be weights alone, too: a folder that `mupax zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub.
+    WORKDIR may be weights alone, too: a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub.
 
     The text goes to stdout as it is made, what it took to stderr. Without --step the newest checkpoint writes; where the run
     keeps a moving average of its parameters, that does. One device makes it, with a cache of keys and values, so that a token
@@ -60,7 +60,7 @@ class Generate(ModelFlags):
     """Encoder-decoders, at temperature 0: keep the K likeliest texts so far."""
 
 
-_PROG = "mupax train generate"
+_PROG = "mupax generate"
 
 
 def main(argv: Sequence[str]) -> int:

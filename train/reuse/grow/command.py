@@ -1,4 +1,4 @@
-"""`mupax train grow CHECKPOINT --to MODEL --out WORKDIR`: go on with a larger model that computes what the smaller one did."""
+"""`mupax grow CHECKPOINT --to MODEL --out WORKDIR`: go on with a larger model that computes what the smaller one did."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Grow:
     checkpoint: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="CHECKPOINT")]
     """A workdir, or WORKDIR/checkpoints/STEP."""
     to: Annotated[str | None, conf.arg(metavar="MODEL")] = None
-    """Larger model of `mupax zoo`; the checkpoint's own unless given."""
+    """Larger model of `mupax models`; the checkpoint's own unless given."""
     set: Annotated[tuple[str, ...], conf.arg(metavar="FIELD=VALUE ...")] = ()
     """Of the larger model: num_heads=8 mlp_ratio=4 depth=6."""
     steps: Annotated[int | None, conf.arg(metavar="N")] = None
@@ -49,7 +49,7 @@ class Grow:
 
 def main(argv: Sequence[str]) -> int:
     """Grows; 0 when done. Raises UsageError, GrowError, ConfigError or WeightsError for what does not fit."""
-    args = command_line.parse(Grow, "mupax train grow", argv)
+    args = command_line.parse(Grow, "mupax grow", argv)
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
     from mupax.train.checkpoints import saved_run
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.reuse.grow.axes import GrowError
     from mupax.train.reuse.start import init_from
 
-    command = ["mupax", "train", "grow", *argv]
+    command = ["mupax", "grow", *argv]
     if is_made(args.out, command):
         return 0
     try:

@@ -1,4 +1,4 @@
-"""`mupax train eval RUN --tasks …`: tasks of the lm-eval harness, and their numbers."""
+"""`mupax eval RUN --tasks …`: tasks of the lm-eval harness, and their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mupax zoo import PATH --out FOLDER` and `mupax zoo export PATH --out FOLDER`."""
+"""`mupax import PATH --out FOLDER` and `mupax export PATH --out FOLDER`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Import(PresetFlags):
         from mupax.train.reuse.huggingface import hub
 
         config = self.config(self.preset)
-        command = command_line.words_of("mupax zoo import", self)
+        command = command_line.words_of("mupax import", self)
         if is_made(self.out, command):
             return 0
         path = hub.local(self.path, self.revision)
@@ -102,7 +102,7 @@ class Export:
         from mupax.train.reuse.huggingface import licences
 
         licence = self.licence and licences.identifier(self.licence)
-        command = command_line.words_of("mupax zoo export", self)
+        command = command_line.words_of("mupax export", self)
         if is_made(self.out, command):
             return 0
         with making(self.out, command) as out:

@@ -1,4 +1,4 @@
-"""`mupax train push RUN|FOLDER --to USER/NAME`: a model, with its card, in a repository of Hugging Face."""
+"""`mupax push RUN|FOLDER --to USER/NAME`: a model, with its card, in a repository of Hugging Face."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         MupaxFailure: no answer, or one that is an error of the hub's.
         WeightsError, WorkdirError: no model there.
     """
-    args = command_line.parse(Push, "mupax train push", argv)
+    args = command_line.parse(Push, "mupax push", argv)
     if importlib.util.find_spec("huggingface_hub") is None:
         raise PushError("push needs huggingface_hub; install it by pip install 'mupax[hub]'")
     _check_name(args.to)

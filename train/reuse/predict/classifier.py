@@ -110,7 +110,7 @@ def classifier(path: Path, outline: Outline, step: Step | None, average: bool | 
     model = outline.model
     if not isinstance(model, ImageModel) or outline.images is None:
         raise WeightsError(
-            f"{path} holds a {model.family}, which reads text; predict is for models of images, and `mupax train generate` for text"
+            f"{path} holds a {model.family}, which reads text; predict is for models of images, and `mupax generate` for text"
         )
     folders.check_channels(str(path), model.channels)
     opened = pretrained.find(path, step, average)

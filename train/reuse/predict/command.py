@@ -1,4 +1,4 @@
-"""`mupax train predict FOLDER IMAGES...`: the likeliest classes of image files, by a run or by weights from elsewhere."""
+"""`mupax predict FOLDER IMAGES...`: the likeliest classes of image files, by a run or by weights from elsewhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LISTS = (".txt", ".lst", ".list")
 class Predict(ModelFlags):
     """The likeliest classes of image files, with probabilities.
 
-    WORKDIR is a run, one of its steps, a folder that `mupax zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub.
+    WORKDIR is a run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub.
     Images of any size and mode are read as evaluation reads them, by the preprocessing that lies beside the weights. Answers go
     to stdout, a line an image, as they are made; a file that cannot be read is named on stderr and left out, and the exit code
     is 2 then.
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         UsageError: no such file, no image in a folder, or a text that lists none.
         WeightsError, WorkdirError, TensorFileError: no model of images there.
     """
-    args = command_line.parse(Predict, "mupax train predict", argv)
+    args = command_line.parse(Predict, "mupax predict", argv)
     if args.top < 1:
         raise command_line.UsageError(f"--top is {args.top}; write a whole number of at least 1")
     from mupax.train.reuse.huggingface import hub

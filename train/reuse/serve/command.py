@@ -1,4 +1,4 @@
-"""`mupax train serve WORKDIR`: a language model behind OpenAI's API, and a page to try it in a browser."""
+"""`mupax serve WORKDIR`: a language model behind OpenAI's API, and a page to try it in a browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Serve(ModelFlags):
     """A language model behind OpenAI's API, and a page to try it in a browser.
 
-    WORKDIR is a run, one of its steps, a folder that `mupax zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub. There are
+    WORKDIR is a run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub. There are
     /v1/completions, /v1/chat/completions where a chat template lies beside the tokenizer, /v1/models and /health. Only this
     machine is answered unless --host says otherwise: there is no key and no encryption. Ctrl-C ends it.
     """
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError, WorkdirError, DataError: the flags, the model or its files do not fit, or the extra `serve` is missing.
     """
-    args = command_line.parse(Serve, "mupax train serve", argv)
+    args = command_line.parse(Serve, "mupax serve", argv)
     _check(args)
     from mupax.train.reuse.serve.server import Server
 

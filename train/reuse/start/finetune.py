@@ -1,4 +1,4 @@
-"""`mupax train finetune [vit|lm|ed] FOLDER --from SOURCE`: a run on data of one's own that goes on from a trained model.
+"""`mupax finetune [vit|lm|ed] FOLDER --from SOURCE`: a run on data of one's own that goes on from a trained model.
 
 The source says the shape, the preset, the classes or the tokenizer, and what becomes of an image. What it cannot say has a
 rule here, which a line states: the learning rate and the steps. Every flag of a recipe changes them.
@@ -55,7 +55,7 @@ class Finetune:
     folder: Annotated[conf.Positional[command_line.Place], conf.arg(metavar="FOLDER")]
     """Images in a folder per class; for a model of text, a file or folder of text."""
     source: Annotated[command_line.Place, conf.arg(name="from", metavar="SOURCE|ORG/NAME")]
-    """A run, one of its steps, a folder that `mupax zoo import` wrote, one of Hugging Face, or ORG/NAME of its hub."""
+    """A run, one of its steps, a folder that `mupax import` wrote, one of Hugging Face, or ORG/NAME of its hub."""
     revision: Annotated[str | None, conf.arg(metavar="BRANCH|TAG|COMMIT")] = None
     """Of a model of the hub; main unless given."""
     lora: LoraConfig = dataclasses.field(default=LoraConfig())
@@ -70,7 +70,7 @@ def command(argv: Sequence[str]) -> cli.Command:
         DataError: no images by class in the folder.
     """
     family, words = kind.split(argv)
-    args, rest = command_line.parse_known(Finetune, "mupax train finetune", words)
+    args, rest = command_line.parse_known(Finetune, "mupax finetune", words)
     kind.check_folder(family, args.folder, rest)
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import located

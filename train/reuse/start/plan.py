@@ -224,9 +224,7 @@ def _refusal(refused: list[tuple[str, str, str]], there: ModelConfig, here: Mode
     text = first_of([differs for differs, _, _ in refused], "; ")
     growth = [here.sizes().get(axis, 0) - there.sizes().get(axis, 0) for axis in GROWING]
     if min(growth) >= 0 < max(growth):
-        return (
-            f"{text}\nthis model is larger: `mupax train grow` makes the checkpoint one of it, with the same function"
-        )
+        return f"{text}\nthis model is larger: `mupax grow` makes the checkpoint one of it, with the same function"
     flags = {flag: [n for _, f, n in refused if f == flag] for flag in ("--init-new", "--init-resize", "--init-drop")}
     words = " ".join(f"{flag} {' '.join(names)}" for flag, names in flags.items() if names)
     return f"{text}\nto start all the same, add {words}"

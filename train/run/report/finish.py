@@ -108,7 +108,7 @@ def _use(config: Config, data: Data, folder: str) -> str:
         words = ["generate", folder, *_prompt_words(f"{_PROMPT}{_MASKS[config.data.noise]}(self):")]
     elif kind == "images":
         words = ["predict", folder, f"./{place}" if place.startswith("-") else place]
-    return terminal.typed("python", "-m", "train", *words)
+    return terminal.typed("mupax", *words)
 
 
 def _prompt_words(text: str) -> list[str]:

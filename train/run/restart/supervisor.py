@@ -28,7 +28,7 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
 
     Args:
         config: of the run.
-        words: its command line, after `mupax train`.
+        words: its command line, after `mupax`.
         most: attempts after the first.
     """
     command, before = [*_python(words), *_without(words, "--restart")], None
@@ -58,11 +58,11 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
 
 
 def _python(words: Sequence[str]) -> list[str]:
-    """The command as it was started, without its words."""
+    """Return the command as it was started, without its words."""
     started = sys.orig_argv
     if words and started[-len(words) :] == [*words]:
         return [sys.executable, *started[1 : -len(words)]]
-    return [sys.executable, "-m", "mupax.train"]
+    return [sys.executable, "-m", "mupax"]
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:

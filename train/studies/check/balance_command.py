@@ -1,4 +1,4 @@
-"""`mupax train balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule."""
+"""`mupax presets balance MODEL|RECIPE --out PATH.json`: rates per layer from one batch, for where no preset has a rule."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Balance:
 
     By the feature speed formula (Chizat and Netrapalli 2023, 2311.18718): measures cos θ and the four desiderata of every
     block at initialization, derives the learning rates and the output scale that satisfy them, and writes them as a preset
-    that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `mupax zoo` gets
+    that `--preset measured:PATH.json` names. A recipe brings its data, optimizer and preset; a model of `mupax models` gets
     random inputs, Adam and sp. The preset gives initialization, multipliers, eps and decay, and the rates to compare with.
     The recipe's flags --model.*, --preset.*, --optimizer.*, --data.* and --seed work here too.
     """
 
     name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")]
-    """A recipe, a config file (also `--config FILE`), or a model of `mupax zoo`."""
+    """A recipe, a config file (also `--config FILE`), or a model of `mupax models`."""
     out: Annotated[Path, conf.arg(metavar="PATH.json")]
     """Where to write the measured preset."""
     optimizer: Annotated[str | None, conf.arg(metavar="NAME")] = None
@@ -46,7 +46,7 @@ class Balance:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, derives, writes, measures again; 0 when done; raises as `configured`."""
-    args, rest = command_line.parse_known(Balance, "mupax train balance", cli.with_file_first(argv))
+    args, rest = command_line.parse_known(Balance, "mupax presets balance", cli.with_file_first(argv))
     config = configured(args, rest)
     import jax
 

@@ -1,4 +1,4 @@
-"""`mupax train check MODEL|RECIPE`: measure what a preset does as one size grows, hold it against theory, and judge the theory."""
+"""`mupax check MODEL|RECIPE`: measure what a preset does as one size grows, hold it against theory, and judge the theory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Check(ConstantFlags):
     """
 
     model: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")] = "lm-proxy"
-    """A model of `mupax zoo`, a recipe or a config file (also `--config FILE`), for its structure."""
+    """A model of `mupax models`, a recipe or a config file (also `--config FILE`), for its structure."""
     preset: Annotated[str | None, conf.arg(aliases=("--preset.name",), metavar="NAME")] = None
     """A preset of `mupax presets`; the recipe's, or mup for a model."""
     grow: Literal[
@@ -83,7 +83,7 @@ class Check(ConstantFlags):
 
 def main(argv: Sequence[str]) -> int:
     """Measures, judges, prints, writes: 0 when the program does what the table says and the table is good, 1 when one is not."""
-    args, rest = command_line.parse_known(Check, "mupax train check", with_group_constants(cli.with_file_first(argv)))
+    args, rest = command_line.parse_known(Check, "mupax check", with_group_constants(cli.with_file_first(argv)))
     config = configured(args, rest)
     if args.sizes < 2 or args.seeds < 1:
         raise configs.ConfigError("a slope needs --sizes of at least 2 and --seeds of at least 1")
@@ -176,9 +176,7 @@ def _following(args: Check, preset: Preset, findings: Sequence[Finding]) -> list
 
     if passes(findings):
         words = f"{args.model}" if cli.is_recipe(args.model) else f"RECIPE --model {args.model}"
-        return [
-            f"next: mupax train sweep {words} --preset {preset.name} finds the learning rate at the base, for every size"
-        ]
+        return [f"next: mupax sweep {words} --preset {preset.name} finds the learning rate at the base, for every size"]
     if all(finding.agrees for finding in findings):
         return [
             f"next: mupax presets limits {preset.name} says what its table does, and mupax presets compare which tables do not"
@@ -282,7 +280,7 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
         near = difflib.get_close_matches(args.model, list(dict.fromkeys([*configs.CONFIGS, *RECIPES])), n=3)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise configs.ConfigError(
-            f"no model or recipe is named {args.model!r}; {hint}`mupax zoo` and `mupax train` list them"
+            f"no model or recipe is named {args.model!r}; {hint}`mupax models` and `mupax train` list them"
         )
     for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
         of_run = flag.startswith(("--preset.", "--optimizer.", "--data.")) or flag in (

@@ -1,4 +1,4 @@
-"""What a run's own optimizer does as its batch or its tokens grow: `mupax train check RECIPE --grow batch --joint sde`.
+"""What a run's own optimizer does as its batch or its tokens grow: `mupax check RECIPE --grow batch --joint sde`.
 
 Every size is assembled as its run would be, and its chain, schedule and numbers take all of the run's steps on gradients that are
 signal + noise B^-1/2. What comes of it is held against the joint rule (`mupax.presets.analysis.joint_limits`), column by column.

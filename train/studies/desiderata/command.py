@@ -1,4 +1,4 @@
-"""`mupax train check MODEL --desiderata`: which dimensions can be scaled, measured beside theory (`presets desiderata`)."""
+"""`mupax check MODEL --desiderata`: which dimensions can be scaled, measured beside theory (`presets desiderata`)."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def cell_text(expected: Cell, measurement: Cell) -> str:
 
 
 def main(config: Config, *, count: int, seeds: int, path: str | None, dry_run: bool = False) -> int:
-    """`mupax train check MODEL --desiderata`: 0 where theory and measurement agree on every cell.
+    """`mupax check MODEL --desiderata`: 0 where theory and measurement agree on every cell.
 
     Args:
         config: has the model and the preset.

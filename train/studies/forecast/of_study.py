@@ -1,4 +1,4 @@
-"""`mupax train transfer ... --predict WHAT`: forecasts of larger runs, from a study that has just been measured."""
+"""`mupax transfer ... --predict WHAT`: forecasts of larger runs, from a study that has just been measured."""
 
 from __future__ import annotations
 
@@ -97,5 +97,5 @@ def write(folder: Path, by_preset: Mapping[str, Points], predict_: Sequence[str]
             path = record.write(folder, content)
             terminal.say("\n".join(record.lines(content)))
             terminal.say(f"  written before the run in {path}; {content['command'] or 'its recipe'} trains it, and")
-            terminal.say(f"  `mupax train plan score {record.shown(path)} WORKDIR` holds it against what came")
+            terminal.say(f"  `mupax plan score {record.shown(path)} WORKDIR` holds it against what came")
     return every

@@ -122,9 +122,7 @@ def load(folders: Sequence[Path]) -> list[Points]:
     labels: dict[str, str] = {}
     for folder in folders:
         if not (folder / FILE_NAME).is_file():
-            raise PointsError(
-                f"{folder} has no {FILE_NAME}; write the folder of `mupax train transfer` or `sweep` (--out)"
-            )
+            raise PointsError(f"{folder} has no {FILE_NAME}; write the folder of `mupax transfer` or `sweep` (--out)")
         rows = Rows(folder)
         of_folder = _of_study(folder, rows) if (folder / "transfer.json").is_file() else _of_commands(folder, rows)
         for label, config, row in of_folder:
@@ -216,9 +214,10 @@ def _of_commands(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, C
 
     parsed: dict[str, Config] = {}
     for row in rows.values():
-        words, numbers = _split(words_of(row.command))
-        if not words:
+        command, *recorded = words_of(row.command) or [""]
+        if command != "train":
             continue
+        words, numbers = _split(recorded)
         if (text := shlex.join(words)) not in parsed:
             parsed[text] = cli.parse(words[0], cli.recipe(words[0]), words[1:]).config
         config = parsed[text]

@@ -100,7 +100,7 @@ def read(path: Path) -> dict[str, Any]:
     content = disk.read_json(path)
     content = content.get("forecast", content)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ForecastError(f"{path} is no forecast; write what `mupax train transfer --predict` or `plan --out` wrote")
+        raise ForecastError(f"{path} is no forecast; write what `mupax transfer --predict` or `plan --out` wrote")
     if digest(content) != content["digest"]:
         raise ForecastError(f"{path} is not as it was written: its digest is of other content; make a forecast anew")
     return content

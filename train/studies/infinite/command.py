@@ -38,7 +38,7 @@ class Dynamics:
     """
 
     model: Annotated[str, conf.arg(metavar="MODEL|RECIPE|FILE")] = "bordelon-vit"
-    """A vision transformer of `mupax zoo` without gains and biases, a recipe, or a config file (also `--config FILE`); its heads grow
+    """A vision transformer of `mupax models` without gains and biases, a recipe, or a config file (also `--config FILE`); its heads grow
     to --heads."""
     steps: Annotated[int, conf.arg(metavar="N")] = 8
     """Steps of SGD, all on the same images."""

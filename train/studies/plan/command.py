@@ -1,4 +1,4 @@
-"""`mupax train plan RECIPE --tokens 10b --from FOLDER`: a run's whole config, its cost and its loss, before it is run."""
+"""`mupax plan RECIPE --tokens 10b --from FOLDER`: a run's whole config, its cost and its loss, before it is run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
     from mupax.train.studies.plan.numbers import Line
 
-PROG = "mupax train plan"
+PROG = "mupax plan"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -209,7 +209,7 @@ def _time(config: Config, args: Plan, step: float, source: str, count: int, band
 
 def _with_flags(config: Config, flags: Sequence[str]) -> Config:
     """The run with flags of a mesh, put behind those that make it."""
-    argv = words_of(command_of(config))[1:]
+    argv = words_of(command_of(config))[2:]  # without `train` and the recipe
     return dataclasses.replace(
         cli.parse(config.recipe, cli.recipe(config.recipe), [*argv, *flags]).config, workdir=None
     )

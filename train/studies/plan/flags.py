@@ -1,4 +1,4 @@
-"""Flags of `mupax train plan`."""
+"""Flags of `mupax plan`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Plan:
     its data, batch, optimizer, clip, preset and base, where no flag says otherwise. A recipe has its own, and a caution names
     what in them keeps the study's rate from being used. With --chips mesh and remat are those
     that the TPU compiler finds to fit. What is not listed here is a flag of the recipe (`mupax train RECIPE --help`).
-    `mupax train plan score FORECAST PLACE` holds a forecast, or a plan, against the run that came.
+    `mupax plan score FORECAST PLACE` holds a forecast, or a plan, against the run that came.
     """
 
     recipe: Annotated[conf.Positional[str], conf.arg(metavar="RECIPE|FILE|MODEL")]
-    """A recipe of `mupax train`, or a config file (also `--config FILE`); or a model of `mupax zoo`, for the run of the study.
+    """A recipe of `mupax train`, or a config file (also `--config FILE`); or a model of `mupax models`, for the run of the study.
     `--model NAME` alone says the same."""
     tokens: Annotated[str | None, conf.arg(metavar="N")] = None
     """Tokens, or images, to see: 10b, 300m, 2e9; the recipe's own unless given. Warm-up stays the same fraction of the run."""
     studies: Annotated[Repeated, conf.arg(aliases=("--from",), metavar="FOLDER")] = ()
-    """A folder of `mupax train transfer` or `sweep`; may come several times. Without one the recipe's numbers stay."""
+    """A folder of `mupax transfer` or `sweep`; may come several times. Without one the recipe's numbers stay."""
     chips: Annotated[str | None, conf.arg(metavar="CHIP:AxB")] = None
     """v5e:16x16, v5p:4x4x4, ...; this machine unless given."""
     slices: Annotated[int, conf.arg(metavar="N")] = 1

@@ -1,4 +1,4 @@
-"""`mupax train plan score FORECAST PLACE`: a forecast, or a plan, against the run that came."""
+"""`mupax plan score FORECAST PLACE`: a forecast, or a plan, against the run that came."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mupax.train.studies.forecast.record import ForecastError
 from mupax.train.studies.sweep.losses import LAST
 from mupax.train.studies.sweep.rows import FILE_NAME
 
-PROG = "mupax train plan score"
+PROG = "mupax plan score"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

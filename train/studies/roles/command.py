@@ -1,4 +1,4 @@
-"""`mupax train roles MODEL`: what every parameter is, found in the loss, and whether it is what its declaration says."""
+"""`mupax models roles MODEL`: what every parameter is, found in the loss, and whether it is what its declaration says."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Command:
     """Roles, axes and fan-in of every parameter, found in the loss without running it, and held against declarations.
 
-    A recipe, a config file, a model of `mupax zoo`, or MODULE:FUNCTION of one's own, which gets sizes and returns its parameters' shapes,
+    A recipe, a config file, a model of `mupax models`, or MODULE:FUNCTION of one's own, which gets sizes and returns its parameters' shapes,
     loss(params, batch) and the batch's shapes (docs/roles.md). What is not certain is refused by name, with what to write.
     Exit codes: 0 all is found and as declared, 1 something is refused or differs, 2 bad input.
     """
@@ -41,7 +41,7 @@ class Command:
 
 def main(argv: Sequence[str]) -> int:
     """0 when all is found and as declared, 1 otherwise; raises UsageError and ConfigError for bad input."""
-    args = command_line.parse(Command, "mupax train roles", cli.with_file_first(argv))
+    args = command_line.parse(Command, "mupax models roles", cli.with_file_first(argv))
     declared, roles, differing = (_own if ":" in args.name else _zoo)(args)
     if args.json:
         print(json.dumps(as_json(declared, roles, differing), indent=2))

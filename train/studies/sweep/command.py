@@ -1,4 +1,4 @@
-"""`mupax train sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command."""
+"""`mupax sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError, ConfigError, PresetError: what does not fit, or more points than anyone means.
     """
-    args, rest = command_line.parse_known(Sweep, "mupax train sweep", cli.with_file_first(argv))
+    args, rest = command_line.parse_known(Sweep, "mupax sweep", cli.with_file_first(argv))
     grid = points(args, rest)
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         _dry_run(grid)
         return 0
     note_warmup(grid[0].config.steps, grid[0].config.scaled_optimizer.warmup_steps)
-    return _run(args, grid, shlex.join(["mupax", "train", "sweep", *argv]))
+    return _run(args, grid, shlex.join(["mupax", "sweep", *argv]))
 
 
 def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:

@@ -1,4 +1,4 @@
-"""`mupax train transfer RECIPE --grow head_dim=16,32,64,128`: does the best learning rate stay as the model grows?"""
+"""`mupax transfer RECIPE --grow head_dim=16,32,64,128`: does the best learning rate stay as the model grows?"""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str]) -> int:
     """Runs a study: 0 when done, 1 without a forecast that is asked for, 128 + its number stopped by a signal; raises as `execute`."""
-    args, rest = command_line.parse_known(Transfer, "mupax train transfer", cli.with_file_first(argv))
-    return execute(args, rest, shlex.join(["mupax", "train", "transfer", *argv]))
+    args, rest = command_line.parse_known(Transfer, "mupax transfer", cli.with_file_first(argv))
+    return execute(args, rest, shlex.join(["mupax", "transfer", *argv]))
 
 
 def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Flags of `mupax train transfer`."""
+"""Flags of `mupax transfer`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Transfer:
     predict: Annotated[Repeated, conf.arg(metavar="AXIS=N,...|RECIPE")] = ()
     """Forecast loss and best rate of a larger run, as head_dim=256 or depth=8,tokens=409600; written into FOLDER before it runs."""
     how: Literal["auto", "together", "in-turn"] = "auto"
-    """As `mupax train sweep`."""
+    """As `mupax sweep`."""
     save_tuned: Annotated[str | None, conf.arg(metavar="NAME")] = None
     """Save the smallest size's best rate as --preset PRESET:NAME; NAME may be the path of a .json."""
 

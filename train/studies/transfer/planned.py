@@ -1,4 +1,4 @@
-"""The studies that a `mupax train transfer` asks for: every axis under every preset, and which of their points are one."""
+"""The studies that a `mupax transfer` asks for: every axis under every preset, and which of their points are one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mupax.train.studies.transfer.study import Study
 
-PROG = "mupax train transfer"
+PROG = "mupax transfer"
 
 
 def replanned(command: str) -> list[Study]:

@@ -1,4 +1,4 @@
-"""`mupax train tune RECIPE --over lr,readout.lr,...`: the constants of a run that end lowest, found and confirmed."""
+"""`mupax tune RECIPE --over lr,readout.lr,...`: the constants of a run that end lowest, found and confirmed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Tune:
     minutes: Annotated[float, conf.arg(metavar="M")] = 45.0
     """Training time of all."""
     how: Literal["auto", "together", "in-turn"] = "auto"
-    """As `mupax train sweep`."""
+    """As `mupax sweep`."""
     no_eval: Switch = False
     """Search the training loss, mean over the last tenth of the steps, in place of the evaluation loss."""
     out: Annotated[str | None, conf.arg(metavar="FOLDER")] = None
@@ -97,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     """
     from mupax.train.studies.tune import over
 
-    args, rest = command_line.parse_known(Tune, "mupax train tune", cli.with_file_first(argv))
+    args, rest = command_line.parse_known(Tune, "mupax tune", cli.with_file_first(argv))
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a search has --out in place of --workdir, and goes on by itself without --resume")
     config = cli.parse(args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Tune)).config
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> int:
         _dry_run(args, config, constants)
         return 0
     note_warmup(config.steps, config.scaled_optimizer.warmup_steps)
-    return _run(args, config, constants, shlex.join(["mupax", "train", "tune", *argv]))
+    return _run(args, config, constants, shlex.join(["mupax", "tune", *argv]))
 
 
 def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:

@@ -56,7 +56,7 @@ def _weights(folder: Path, tensors: dict[str, Any] | None = None, **config: Any)
 
 
 def _import(folder: Path) -> int:
-    return mupax(folder, "zoo", "import", "model", "--out", "imported")
+    return mupax(folder, "import", "model", "--out", "imported")
 
 
 def _describe(folder: Path) -> int:
@@ -227,7 +227,7 @@ def _links() -> Iterator[Sample]:
 
 
 def _push(folder: Path, path: str = "model") -> int:
-    return mupax(folder, "train", "push", path, "--to", "me/model", "--dry-run")
+    return mupax(folder, "push", path, "--to", "me/model", "--dry-run")
 
 
 def _linked(folder: Path, name: str) -> None:

@@ -26,4 +26,4 @@ def test_the_example_ends_with_the_same_answers(
     out = capsys.readouterr().out
     called = next(line for line in out.splitlines() if "are called what their folder is" in line)
     assert int(called.split()[0]) > 0.6 * 200  # chance is a fifth
-    assert "$ mupax train finetune vit mine --from runs/source" in out
+    assert "$ mupax finetune vit mine --from runs/source" in out

@@ -38,5 +38,5 @@ def test_the_example_ends_with_text_of_the_larger_model(
     rows = [json.loads(line) for line in Path("runs/mine/metrics.jsonl").read_text().splitlines()]
     assert next(row["eval_loss"] for row in reversed(rows) if "eval_loss" in row) < 6.5  # of 1,024 tokens, ln = 6.9
     printed = capsys.readouterr().out
-    assert "$ mupax train generate runs/mine" in printed
-    assert "$ mupax train serve runs/mine --port 0\nthe server answers '" in printed
+    assert "$ mupax generate runs/mine" in printed
+    assert "$ mupax serve runs/mine --port 0\nthe server answers '" in printed

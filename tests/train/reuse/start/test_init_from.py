@@ -159,7 +159,7 @@ def test_a_longer_context_and_another_vocabulary() -> None:
         (LM, dataclasses.replace(LM, activation="relu"), {}, "--init-change activation"),
         (LM, dataclasses.replace(LM, rope_theta=5e5), {}, "--model.rope-theta 10000.0"),
         (LM, LM, {"init_change": ("width",)}, "--init-change width: write one of activation"),
-        (LM, dataclasses.replace(LM, depth=3), {}, "mupax train grow"),
+        (LM, dataclasses.replace(LM, depth=3), {}, "mupax grow"),
         (LM, dataclasses.replace(LM, depth=1), {}, "--init-new block.attention.key"),
         (VIT, dataclasses.replace(VIT, bias=False), {}, "and 7 more\nto start all the same, add --init-drop"),
     ],

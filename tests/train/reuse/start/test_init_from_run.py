@@ -1,4 +1,4 @@
-"""Runs that start from others, by `--init-from` and `python -m train grow`: from their files, and needing the source once."""
+"""Runs that start from others, by `--init-from` and `mupax grow`: from their files, and needing the source once."""
 
 from __future__ import annotations
 

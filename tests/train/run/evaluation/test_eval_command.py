@@ -1,4 +1,4 @@
-"""`python -m train eval` and `generate` on real runs: the run's own numbers, any step, other data, and what they refuse."""
+"""`mupax eval` and `generate` on real runs: the run's own numbers, any step, other data, and what they refuse."""
 
 from __future__ import annotations
 

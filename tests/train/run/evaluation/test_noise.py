@@ -1,4 +1,4 @@
-"""`python -m train noise`: the estimate and its interval on gradients whose noise is known, and the command on a real run."""
+"""`mupax noise`: the estimate and its interval on gradients whose noise is known, and the command on a real run."""
 
 from __future__ import annotations
 

@@ -275,7 +275,7 @@ def test_summary_compares_with_the_references(tmp_path, monkeypatch):
         path,
         references=[TRIGRAM, FOURGRAM],
         files=[tmp_path / "runs" / "loss.png", "/elsewhere/a"],
-        then="mupax train generate x --prompt '[/dim] :fire: " + 12 * "words " + "'",
+        then="mupax generate x --prompt '[/dim] :fire: " + 12 * "words " + "'",
     )
     lines = [" ".join(line.strip("│ ").split()) for line in text.splitlines()]
     assert "evaluation loss 1.5828 nats/byte" in lines
@@ -286,7 +286,7 @@ def test_summary_compares_with_the_references(tmp_path, monkeypatch):
     assert "model 853,120 parameters" in lines
     assert "files runs/loss.png" in lines
     # Below the panel, in one line however narrow the terminal is: it is there to be copied.
-    assert lines[-1] == "next mupax train generate x --prompt '[/dim] :fire: " + 12 * "words " + "'"
+    assert lines[-1] == "next mupax generate x --prompt '[/dim] :fire: " + 12 * "words " + "'"
     assert "200 steps done" in text
 
 
@@ -402,7 +402,7 @@ def test_the_next_command_fits_what_was_trained(tmp_path):
 
 @pytest.mark.parametrize("width", [40, 200])
 def test_the_next_command_is_on_one_line(width, tmp_path):
-    command = "mupax train generate runs/lm-laptop --prompt 'once upon a time'"
+    command = "mupax generate runs/lm-laptop --prompt 'once upon a time'"
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "loss": 1.0, "tokens": 5, "seconds": 1.0}) + "\n")
     out = io.StringIO()

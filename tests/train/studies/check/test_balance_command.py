@@ -1,4 +1,4 @@
-"""`python -m train balance`: what it prints and writes, and that the file is a preset wherever a preset is named."""
+"""`mupax presets balance`: what it prints and writes, and that the file is a preset wherever a preset is named."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_table_of_presets_takes_it_too(written: tuple[Path, str], capsys: py
 
 def test_a_recipe_brings_its_data_optimizer_and_preset(tmp_path: Path):
     words = ["vit-digits", "--out", str(tmp_path / "x.json"), "--data.batch-size", "5"]
-    args, rest = parse_known(Balance, "python -m train balance", words)
+    args, rest = parse_known(Balance, "mupax presets balance", words)
     config, recipe = configured(args, rest), RECIPES["vit-digits"]()
     assert (config.preset, config.optimizer, config.model) == (recipe.preset, recipe.optimizer, recipe.model)
     batch = batch_of(config, args.name, Console(quiet=True))

@@ -32,7 +32,7 @@ DOUBLINGS, SEEDS = {"depth": 3}, 3
 """Two unless said here: what explodes with depth needs one more to be seen apart from its start. The slope over three even sizes is
 that of the first and the last, which are all that is measured; `test_the_command...` has one between them."""
 STEPS = 3
-"""Of the ten that `python -m train check` takes, as one test below does: every rule here shows by then, a wrong one after the first."""
+"""Of the ten that `mupax check` takes, as one test below does: every rule here shows by then, a wrong one after the first."""
 
 LM = configs.get("lm-proxy")
 TIED = dataclasses.replace(LM, tied=True)

@@ -55,9 +55,9 @@ def least(config: Config) -> float:
 
 def study(folder: Path, *words: str) -> tuple[int, Trained]:
     argv = [*GROW, "--out", str(folder), *words]
-    args, rest = parse_known(Transfer, "python -m train transfer", argv)
+    args, rest = parse_known(Transfer, "mupax transfer", argv)
     run = Trained(folder)
-    return transfer_command.execute(args, rest, f"python -m train transfer {' '.join(argv)}", run), run
+    return transfer_command.execute(args, rest, f"mupax transfer {' '.join(argv)}", run), run
 
 
 @pytest.fixture(scope="module")

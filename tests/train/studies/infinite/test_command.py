@@ -1,4 +1,4 @@
-"""`python -m presets dynamics` as a user types it: its numbers, files and messages."""
+"""`mupax presets dynamics` as a user types it: its numbers, files and messages."""
 
 from __future__ import annotations
 

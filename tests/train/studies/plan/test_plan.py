@@ -1,4 +1,4 @@
-"""`python -m train plan` and `plan score`: what is printed can be run, and a forecast is held against its own run alone."""
+"""`mupax plan` and `plan score`: what is printed can be run, and a forecast is held against its own run alone."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_the_model_of_the_page(
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "my_model.py").write_text(example)
     monkeypatch.chdir(tmp_path)
-    (command,) = (line for line in text.splitlines() if line.startswith("mupax train roles my_model"))
+    (command,) = (line for line in text.splitlines() if line.startswith("mupax models roles my_model"))
     assert main(command.split()[2:]) == 0
     assert capsys.readouterr().out.endswith("\n3 of 3 parameters found\n")
     (example,) = (line for line in text.splitlines() if line.startswith("differs: "))

@@ -1,4 +1,4 @@
-"""`python -m train transfer`: what it prints and writes, and what it refuses."""
+"""`mupax transfer`: what it prints and writes, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.train.studies.transfer.test_study import Trained
 
 def command(folder: Path, *words: str, run: Callable[..., list[Row]] | None = None) -> int:
     argv = ["lm-tiny", "--grow", "head_dim=16,32,64", "--out", str(folder), *words]
-    args, rest = parse_known(transfer_command.Transfer, "python -m train transfer", argv)
-    return transfer_command.execute(args, rest, "python -m train transfer ...", run or Trained())
+    args, rest = parse_known(transfer_command.Transfer, "mupax transfer", argv)
+    return transfer_command.execute(args, rest, "mupax transfer ...", run or Trained())
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -51,7 +51,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "http" not in re.sub(r"base64,[^\"]*", "", page)
     assert "sp drifts in head_dim" in page
     assert page.index("keep the learning rate") < page.index("<img") < page.index("<table")
-    assert "python -m train transfer ..." in page
+    assert "mupax transfer ..." in page
     assert (tmp_path / "head_dim.png").stat().st_size < 200_000
 
 

@@ -119,7 +119,7 @@ def judged(preset: PresetConfig, label: str) -> tuple[transfer.Measured, Any]:
 )
 def test_a_study_becomes_a_tuned_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preset: PresetConfig):
     monkeypatch.chdir(tmp_path)
-    path, use = transfer_tuned.save("ours-v1", "x", [judged(preset, "x")], "python -m train transfer lm-tiny")
+    path, use = transfer_tuned.save("ours-v1", "x", [judged(preset, "x")], "mupax transfer lm-tiny")
     assert (path, use) == (Path("tuned") / f"{preset.name}.ours-v1.json", f"{preset.name}:ours-v1")
     config = parsed("--preset", use, "--steps", "1600")
     assert config.optimizer.peak_lr == pytest.approx(2**-7.2, rel=0.02)
@@ -163,7 +163,7 @@ def test_the_projects_own_studies_are_commands_that_exist(capsys: pytest.Capture
     studies = tune.studies(5)
     assert len(studies) == 12 + len(tune.COMMITTED)
     for name, words in studies.items():
-        args, rest = parse_known(command.Transfer, "python -m train transfer", words)
+        args, rest = parse_known(command.Transfer, "mupax transfer", words)
         preset, _, own = name.partition(":")
         assert transfer_tuned.check_name(args.save_tuned or "", preset) == own
         assert command.execute(args, [*rest, "--dry-run"], "") == 0
@@ -179,7 +179,7 @@ def test_what_comes_with_the_project_was_made_by_the_committed_command():
     presets = committed()
     assert {*studies, *tune.SEARCHED, SWEPT} == set(presets)
     for use, words in studies.items():
-        arguments = shlex.split(presets[use].provenance["command"].removeprefix("python -m train transfer "))
+        arguments = shlex.split(presets[use].provenance["command"].removeprefix("mupax transfer "))
         for each in (arguments, words):  # how long it may take decides nothing, nor where the file is kept
             del each[each.index("--minutes") + 1]
             del each[each.index("--save-tuned") + 1]
@@ -189,7 +189,7 @@ def test_what_comes_with_the_project_was_made_by_the_committed_command():
 @pytest.mark.parametrize("use", tune.SEARCHED)
 def test_what_was_searched_is_a_command_that_exists_and_beat_its_start(use: str, capsys: pytest.CaptureFixture[str]):
     preset, words = committed()[use], shlex.split(tune.SEARCHED[use])
-    recorded = shlex.split(preset.provenance["command"].removeprefix("python -m train tune "))
+    recorded = shlex.split(preset.provenance["command"].removeprefix("mupax tune "))
     *expected, path = words
     assert recorded[:-1] == expected
     assert path == tune.path_of(use)
@@ -217,5 +217,5 @@ def test_the_first_run_is_its_tuned_preset():
     assert preset_of(config).base == preset_of(recipe).base
     assert preset_of(config).choices == preset_of(recipe).choices
     preset = tuned.find(SWEPT)
-    assert preset.provenance["command"].startswith("python -m train sweep lm-laptop --model lm-proxy ")
+    assert preset.provenance["command"].startswith("mupax sweep lm-laptop --model lm-proxy ")
     assert config.optimizer != parsed("--preset", "mup:lm-python-v1").optimizer  # the control

@@ -1,0 +1,147 @@
+"""`mupax data prepare NAME`: write a data set to disk before a run needs it.
+
+A run prepares embedded data by itself. Large data sets are better prepared once, by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import socket
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from tyro import conf
+
+from mupax import terminal
+from mupax.paths import lasting_name
+from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
+from mupax.train.data import DataError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Write a data set as array_record, or tokenize a text."""
+
+    name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
+    """python_corpus, digits, cifar5m, imagenet2012 or any other TFDS name; text:PATH or records:PATH; a data set of your own
+    (--plugin MODULE)."""
+    data_dir: str | None = None
+    """Folder of prepared data sets (the user's cache unless given)."""
+    tokenizer: str = "bytes"
+    """Of text:PATH and records:PATH, as data.tokenizer."""
+    separator: str | None = None
+    """Of text:PATH and records:PATH, as data.separator."""
+    special_tokens: Literal["parse", "text"] = "parse"
+    """Of text:PATH and records:PATH, as data.special_tokens."""
+    field: str = "text"
+    """Of records: the field or column that has the text."""
+    on_broken: Literal["stop", "skip"] = "stop"
+    """Of text:PATH and records:PATH: whether a broken file or record ends the preparation, or is left out and counted."""
+    limits: LimitsConfig = DEFAULT_LIMITS
+    """Of text:PATH and records:PATH, as data.limits."""
+
+    def run(self) -> int:
+        """0 when prepared, 1 when TFDS could not."""
+        from mupax.train.config.data import source, source_key
+        from mupax.train.data import cache
+
+        if self.name.startswith(("text:", "records:")):
+            return self._tokenize()
+        if source_key(self.name) is None:
+            return _prepare_published(self.name, self.data_dir)
+        place = source(self.name).prepare
+        if place is None:
+            terminal.say(f"{self.name} is read as a run starts; there is nothing to prepare")
+            return 0
+        module, _, function = place.partition(":")
+        getattr(importlib.import_module(module), function)(self.data_dir, print)
+        terminal.say(f"{self.name} is prepared in {cache.data_sets(self.data_dir)}")
+        return 0
+
+    def _tokenize(self) -> int:
+        """0 when a user's text is tokenized: what a run with the same data would begin with."""
+        from mupax.train.config.data import DataConfig
+        from mupax.train.data import load
+        from mupax.zoo.configs import DecoderConfig
+
+        config = DataConfig(
+            name=self.name,
+            batch_size=1,
+            tokenizer=self.tokenizer,
+            separator=self.separator,
+            special_tokens=self.special_tokens,
+            field=self.field,
+            on_broken=self.on_broken,
+            limits=self.limits,
+        )
+        facts = load(config, DecoderConfig(width=1, depth=1, num_heads=1, seq_len=1, vocab_size=2**31), seed=0).facts
+        train, evaluation = facts["train_tokens"], facts["eval_tokens"]
+        terminal.say(f"{self.name} is prepared: {train:,} training and {evaluation:,} evaluation tokens")
+        return 0
+
+
+def _prepare_published(name: str, data_dir: str | None) -> int:
+    """Lets TFDS download and write one of its own data sets."""
+    from mupax.train.data import cache
+    from mupax.train.data.sources import published
+
+    base = cache.data_sets(data_dir)
+    dataset = name.partition(":")[0].partition("/")[0]
+    if dataset not in published.builder_names():
+        raise DataError(published.unknown(name, base))
+    cache.folder(base)
+    import tensorflow_datasets as tfds
+
+    from mupax.train.data.records import builders
+
+    for file in sorted((base / dataset).rglob("features.json")):  # TFDS reads what is there already
+        builders.check_features(file)
+
+    if dataset == "c4":
+        import tensorflow_datasets.text.c4  # registers it: TFDS does not by itself
+    try:
+        full: Any = published.CONFIGS.get(name, name)
+        builder = tfds.builder(full, data_dir=lasting_name(base), file_format="array_record", try_gcs=False)
+        _reach(builder, base)
+        with cache.lock(base, dataset, terminal.note):
+            cache.delete_incomplete(Path(builder.data_path))
+            builder.download_and_prepare(file_format="array_record")
+    except (Exception, SystemExit) as error:  # whatever a data set's own code, network or licence raises
+        lines = [line for line in str(error).splitlines() if line.strip()][:5]
+        print(f"error: TFDS could not prepare {name}: {type(error).__name__}", *lines, sep="\n  ", file=sys.stderr)
+        terminal.note(_advice(error))
+        return 1
+    terminal.say(f"{name} is prepared in {base / builder.data_path.relative_to(builder.data_dir)}")
+    return 0
+
+
+def _reach(builder: Any, base: Path) -> None:
+    """Raises OSError if the data must be downloaded and a host of it cannot be reached: TFDS would try for minutes."""
+    downloaded = any(path.is_file() for path in (base / "downloads").rglob("*"))
+    if downloaded or builder.is_prepared() or urllib.request.getproxies():
+        return
+    for host in sorted({urlsplit(url).hostname for url in builder.url_infos} - {None}):
+        try:
+            socket.create_connection((host, 443), timeout=10).close()
+        except OSError as error:
+            raise OSError(f"{host} cannot be reached: {error}") from error
+
+
+def _advice(error: BaseException) -> str:
+    text = f"{type(error).__name__} {error}".lower()
+    if "tensorflow" in text and isinstance(error, ImportError):
+        return "This data set is made with TensorFlow: install tensorflow-cpu to prepare it; training needs none."
+    if "beam" in text:
+        return (
+            "This data set is made with Apache Beam: install apache-beam to prepare it; training needs none. "
+            "C4 need not be prepared: write --data.name hf:allenai/c4:en, which streams it."
+        )
+    if "cannot be reached" in text:
+        return "Run this where there is a network and copy the prepared folder, or set --data-dir to one that has it."
+    if "manual" in text:
+        return "Put the files it names where it says, and run this again."
+    return f"See https://www.tensorflow.org/datasets/catalog for what it needs; the error was {type(error).__name__}."

@@ -1,0 +1,160 @@
+"""Run the command that the words of a command line name, and print overviews and examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mupax import command_line, jax_variables, memory, plugins, spellings, terminal
+from mupax.commands import table
+from mupax.commands.table import Command
+
+_HELP = {"-h", "--help"}
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        argv: words after `mupax`. An old spelling runs, and the new one is a line on standard error.
+
+    Raises:
+        SystemExit: code 0, after help was printed.
+        UsageError: no command has that name, or its words do not fit.
+        PluginError: a module of `--plugin` cannot be imported.
+    """
+    modules, words = plugins.split(argv)
+    old = spellings.old(words)
+    if old is not None:
+        words = spellings.current_words(words)
+        terminal.note(f"note: `mupax {old}` is now `mupax {spellings.OLD[old]}`")
+    if not words or words[0] in _HELP:
+        print(overview())
+        return 0
+    commands = table.commands()
+    if words[0] not in commands:
+        _refuse_command(words[0], commands)
+    command = commands[words[0]]
+    prog = f"mupax {command.name}"
+    words = words[1:]
+
+    from mupax.train.config import plugins as run_plugins
+
+    run_plugins.load(modules)
+    try:
+        if command.subcommands:
+            command, prog, words = _subcommand(command, prog, words)
+        return _run(command, words, modules)
+    except SystemExit as stop:
+        if stop.code == 0:  # its help was printed
+            print(f"\n{_appendix(command)}")
+        raise
+
+
+def overview() -> str:
+    """Return what `mupax --help` prints: every command by group."""
+    parts = ["usage: mupax COMMAND [--FLAG VALUE ...]"]
+    names = table.commands()
+    width = max(map(len, names))
+    for group, commands in table.GROUPS.items():
+        rows = [(command.name.ljust(width), command.summary) for command in commands]
+        parts.append(f"{group}:\n{terminal.table(rows, indent=2)}")
+    parts.append(
+        terminal.wrapped("`mupax COMMAND --help` prints the flags and an example of one; --version the version.")
+    )
+    return "\n\n".join(parts)
+
+
+def _appendix(command: Command) -> str:
+    """Return what follows the help of a command: its subcommands where it also runs by itself, and an example."""
+    parts = []
+    if command.run is not None and command.subcommands:
+        rows = [(row.name, row.summary) for row in command.subcommands]
+        parts.append(f"subcommands:\n{terminal.table(rows, indent=2)}\n")
+    parts.append(f"example:\n{terminal.command(f'mupax {command.example}')}")
+    return "\n".join(parts)
+
+
+def _subcommand(command: Command, prog: str, words: list[str]) -> tuple[Command, str, list[str]]:
+    """Return the subcommand that the first word names, what is typed for it, and the words after it."""
+    rows = {row.name: row for row in command.subcommands}
+    if words and words[0] in rows:
+        return rows[words[0]], f"{prog} {words[0]}", words[1:]
+    if command.run is not None:
+        return command, prog, words
+    if words and not words[0].startswith("-"):
+        _refuse_name(prog, words[0])
+    summaries = {row.name: row.summary for row in command.subcommands}
+    name, rest = command_line.first_word(prog, {"command": summaries}, words, command.default)
+    return rows[name], f"{prog} {name}", rest
+
+
+def _run(command: Command, words: list[str], modules: Sequence[str]) -> int:
+    """Check what a command needs, and run it."""
+    assert command.run is not None
+    try:
+        if command.prepared == "nothing":
+            return command.run(words)
+        _prepare(command, words)
+        if command.prepared == "run":
+            # A run that is started again after a crash needs its plugins again.
+            return command.run([*_plugin_words(modules), *words])
+        with memory.explained(command.less_memory):
+            return command.run(words)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if not missing.startswith("mupax."):
+            raise
+        raise command_line.UsageError(
+            f"{command.name} needs {missing}, which does not come with mupax-presets; install mupax"
+        ) from error
+
+
+def _prepare(command: Command, words: list[str]) -> None:
+    """Check paths, memory and JAX's settings before anything slow is imported."""
+    from mupax.train.config.checks import check_words
+    from mupax.train.data import cache
+    from mupax.train.parallel import hardware
+
+    memory.check_compiler()
+    if command.prepared != "weights":
+        hardware.keep_freed_memory()
+    check_words(words, is_local=command.is_local)
+    # A run checks JAX's settings itself, once it knows that it is to train.
+    if command.prepared != "run" and not _HELP & set(words):
+        jax_variables.check(cache.remembered)
+
+
+def _plugin_words(modules: Sequence[str]) -> list[str]:
+    words: list[str] = []
+    for module in modules:
+        words += [plugins.FLAG, module]
+    return words
+
+
+def _refuse_command(word: str, commands: dict[str, Command]) -> NoReturn:
+    """Raise UsageError for a first word that is no command, with what to type in its place."""
+    from mupax.train.config.recipes import RECIPES
+
+    if word in RECIPES:
+        raise command_line.UsageError(f"{word} is a recipe, not a command; write `mupax train {word}`")
+    for command in commands.values():
+        if word in {row.name for row in command.subcommands}:
+            raise command_line.UsageError(f"{word} comes after {command.name}; write `mupax {command.name} {word}`")
+    summaries = {command.name: command.summary for command in commands.values()}
+    command_line.first_word("mupax", {"command": summaries}, [word])
+    raise AssertionError(word)
+
+
+def _refuse_name(prog: str, word: str) -> None:
+    """Raise UsageError for the name of a preset or model in a subcommand's place. Other words are not refused here."""
+    from mupax.presets import PRESETS
+    from mupax.zoo.configs import CONFIGS
+
+    if prog == "mupax presets" and word in PRESETS:
+        raise command_line.UsageError(
+            f"{word} is a preset, not a command; write `mupax presets constants {word}`, or table, limits or "
+            "desiderata in its place"
+        )
+    if prog == "mupax models" and word in CONFIGS:
+        raise command_line.UsageError(f"{word} is a model, not a command; write `mupax models describe {word}`")
