@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mupax.commands import table
 from mupax.presets import PRESETS
-from mupax.train.__main__ import COMMANDS as TRAIN_COMMANDS
 from scripts.house import __main__ as house
 from scripts.house import commands, inventory, tables
 from scripts.house.compiled import without_metadata
@@ -53,8 +53,10 @@ def test_compare_exits_with_one_where_something_differs(
 
 
 def test_every_command_is_in_the_inventory() -> None:
-    named = {words[1] for words in commands.COMMANDS.values() if words[0] == "train"}
-    assert TRAIN_COMMANDS.keys() <= named
+    recorded = {" ".join(words[:count]) for words in commands.COMMANDS.values() for count in (1, 2)}
+    for command in table.commands().values():
+        assert command.name in recorded
+        assert {f"{command.name} {row.name}" for row in command.subcommands} - recorded <= {"checkpoints list"}
     assert "--tokens" in inventory.flags(commands.COMMANDS["generate"])
 
 

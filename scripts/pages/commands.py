@@ -1,0 +1,64 @@
+"""The reference of commands: writes docs/commands.md from the table that dispatch reads.
+
+    python -m scripts.pages.commands
+"""
+
+from __future__ import annotations
+
+from mupax import spellings
+from mupax.commands import completion, table
+from mupax.commands.table import Command
+from scripts import ROOT
+
+PAGE = ROOT / "docs" / "commands.md"
+HEAD = """# Commands
+
+`mupax COMMAND --help` prints the flags of a command and an example. `mupax train RECIPE --help` prints the flags of a recipe that
+are used most, and `--help all` every one. Where a command takes a recipe, `--config FILE` may stand in its place: YAML or JSON, such as
+the `config.json` of a run. `--plugin MODULE` first imports a module with presets, models, data or optimizers of your own
+([how](extend.md)). In a checkout `python -m train RECIPE` is `mupax train RECIPE`. Made by `python -m scripts.pages.commands`.
+
+"""
+EXIT_CODES = """## Exit codes
+
+0: done. 1: it failed, or what was checked does not hold. 2: bad input, with one message on standard error. 128 and a signal's number:
+stopped by that signal. [inputs.md](inputs.md) shows what wrong words are answered.
+
+"""
+OLD = """## Old spellings
+
+Commands had four first words before. What was typed then still runs, with the same output and exit code, and prints a line on standard
+error that names the new spelling.
+
+| old | now |
+|---|---|
+"""
+
+
+def document() -> str:
+    """Return the page."""
+    parts = [HEAD]
+    for group, commands in table.GROUPS.items():
+        parts.append(f"## {group}\n\n| command | what it does | example | recipe |\n|---|---|---|---|\n")
+        for command in commands:
+            parts.append(_row(command.name, command))
+            parts += [_row(f"{command.name} {row.name}", row) for row in command.subcommands]
+        parts.append("\n")
+    parts.append("## Completion\n\nCompletion of commands, subcommands and recipes is turned on by one line:\n\n")
+    parts.append("| shell | line |\n|---|---|\n")
+    for shell, line in completion.SHELLS.items():
+        code, _, place = line.partition(" in ")
+        parts.append(f"| {shell} | `{code.replace('|', chr(92) + '|')}` in {place} |\n")
+    parts += ["\n", EXIT_CODES, OLD]
+    for typed, now in spellings.OLD.items():
+        parts.append(f"| `mupax {typed}` | `mupax {now}` |\n")
+    return "".join(parts)
+
+
+def _row(typed: str, command: Command) -> str:
+    takes_recipe = "`--config`" if command.takes_recipe else ""
+    return f"| `{typed}` | {command.summary} | `mupax {command.example}` | {takes_recipe} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document())
