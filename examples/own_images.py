@@ -21,8 +21,7 @@ from typing import Any, cast
 import numpy as np
 from PIL import Image
 
-from mupax.train.__main__ import main as train
-from mupax.zoo.__main__ import main as zoo
+from mupax.__main__ import main as mupax
 
 # --model, because the model that is chosen for a small folder makes patches by convolutions, which an export cannot write.
 SOURCE = (
@@ -58,10 +57,9 @@ def run(words: str) -> str:
         SystemExit: it failed.
     """
     print(f"$ mupax {words}", flush=True)
-    room, *rest = shlex.split(words)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = {"train": train, "zoo": zoo}[room](rest)
+        code = mupax(shlex.split(words))
     if code:
         raise SystemExit(code)
     return out.getvalue()
@@ -97,12 +95,12 @@ def main(more: str = "") -> float | None:
     digits(Path("theirs"), range(5), 60)
     digits(Path("mine"), range(5, 10), 40)
     run(f"train {SOURCE} {more}")
-    run(f"train {TUNE} {more}")
-    print(run("train eval runs/mine"))
-    rows = [json.loads(line) for line in run("train predict runs/mine mine --top 5 --json").splitlines()]
+    run(f"{TUNE} {more}")
+    print(run("eval runs/mine"))
+    rows = [json.loads(line) for line in run("predict runs/mine mine --top 5 --json").splitlines()]
     right = [row["classes"][0]["class"] == Path(row["image"]).parent.name for row in rows]
     print(f"{sum(right)} of {len(rows)} images are called what their folder is")
-    run("zoo export runs/mine --out exported")
+    run("export runs/mine --out exported")
     if ABSENT:
         return None
     theirs = elsewhere(Path("exported"), [row["image"] for row in rows])

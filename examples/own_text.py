@@ -26,15 +26,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mupax.presets.__main__ import main as presets
-from mupax.train.__main__ import main as train
-from mupax.train.data.__main__ import main as data
-from mupax.zoo.__main__ import main as zoo
+from mupax.__main__ import main as mupax
 
 DATA = "--data.name records:mine --data.document-mask --data.tokenizer bpe:1024 --model.vocab-size 1024"
 SMALL = "--model lm-proxy --model.depth 2 --model.seq-len 64"
 LARGE = f"{SMALL} --model.width 128 --model.num-heads 4 --model.depth 4"
-ROOMS = {"train": train, "presets": presets, "data": data, "zoo": zoo}
 PROMPT, TOKENS = "Return the ", 40
 ABSENT = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
 
@@ -61,11 +57,11 @@ def run(words: str) -> str:
     Raises:
         SystemExit: it failed.
     """
-    room, *rest = shlex.split(words)
-    print(f"$ mupax {room} {shlex.join(rest)}", flush=True)
+    argv = shlex.split(words)
+    print(f"$ mupax {shlex.join(argv)}", flush=True)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        code = ROOMS[room](rest)
+        code = mupax(argv)
     if code:
         print(out.getvalue())
         raise SystemExit(code)
@@ -83,8 +79,8 @@ def served(workdir: str, *flags: str) -> str:
         SystemExit: the server did not start.
     """
     words = ["serve", workdir, "--port", "0", *flags]
-    print(f"$ mupax train {shlex.join(words)}", flush=True)
-    command = [sys.executable, "-u", "-m", "mupax.train", *words]
+    print(f"$ mupax {shlex.join(words)}", flush=True)
+    command = [sys.executable, "-u", "-m", "mupax", *words]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert server.stdout is not None
     try:
@@ -132,14 +128,14 @@ def main(
     lines = (json.dumps({"text": text}) for text in docstrings(texts))
     Path("mine/docstrings.jsonl").write_text("\n".join(lines) + "\n")
     print(run("data prepare records:mine --tokenizer bpe:1024"))
-    print(run(f"train sweep lm-tiny {SMALL} {DATA} --lr {lr} --preset mup --save-tuned own {small}"))
+    print(run(f"sweep lm-tiny {SMALL} {DATA} --lr {lr} --preset mup --save-tuned own {small}"))
     print(run("presets tuned mup:own"))
     run(f"train lm-tiny {LARGE} {DATA} --preset mup:own --workdir runs/mine {large}")
-    print(run("train eval runs/mine"))
-    print(run(f"train generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --seed 1"))
-    here = run(f"train generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --temperature 0")
+    print(run("eval runs/mine"))
+    print(run(f"generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --seed 1"))
+    here = run(f"generate runs/mine --prompt '{PROMPT}' --tokens {TOKENS} --temperature 0")
     print(f"the server answers {served('runs/mine')!r}")
-    run("zoo export runs/mine --out exported")
+    run("export runs/mine --out exported")
     if ABSENT:
         return here, None
     there = elsewhere(Path("exported"))

@@ -106,7 +106,7 @@ def test_the_example_of_a_command_parses(typed: str, tmp_path: Path, monkeypatch
 
 
 def test_control_an_example_with_a_wrong_flag_does_not_parse(capsys: Capture) -> None:
-    assert main("sweep lm-tiny --seed-count 2 --no-such-flag".split()) == 2
+    assert main(["sweep", "lm-tiny", "--seed-count", "2", "--no-such-flag"]) == 2
     assert "no flag is named --seed-count" in capsys.readouterr().err
 
 

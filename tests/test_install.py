@@ -275,37 +275,37 @@ def test_a_language_model_lives_without_its_data(environment: Path, tmp_path: Pa
 
     run("data tokenizer text:mine --size 600 --out tokenizer.json")
     data = "--data.name text:mine --data.tokenizer tokenizer.json --model.vocab-size 600"
-    run(f"train sweep lm-tiny {data} {TINY} --steps 20 --lr 2^-9:2^-1:9 --out sweep --save-tuned small")
+    run(f"sweep lm-tiny {data} {TINY} --steps 20 --lr 2^-9:2^-1:9 --out sweep --save-tuned small")
     assert "mup:small" in run("presets tuned")
     run(f"train lm-tiny {data} {TINY} --preset mup:small --steps 40 --workdir runs/base")
     run("train --resume --workdir runs/base --steps 60 --resume-change schedule")
     chat = (
         "--data.chat-template chat.jinja --model.seq-len 64 --data.batch-size 8 --log.no-samples --log.no-tensorboard"
     )
-    run(f"train finetune chat.jsonl --from runs/base --steps 20 {chat} --workdir runs/chat")
+    run(f"finetune chat.jsonl --from runs/base --steps 20 {chat} --workdir runs/chat")
 
     # Another machine: the runs alone.
     shutil.copytree(home / "runs", there / "runs")
     shutil.copy(home / "other.txt", there)
     shutil.rmtree(home)
-    assert len(run("train generate runs/base --prompt 'def ' --tokens 8", there)) > 8
-    run("train eval runs/base --data.name text:other.txt --data.eval-examples 20 --json scores.json", there)
+    assert len(run("generate runs/base --prompt 'def ' --tokens 8", there)) > 8
+    run("eval runs/base --data.name text:other.txt --data.eval-examples 20 --json scores.json", there)
     scores = json.loads((there / "scores.json").read_text())
     assert scores["step"] == 60
     assert 0 < scores["bits_per_byte"] < 8
-    run("zoo export runs/base --out exported", there)
-    run("zoo export runs/chat --out exported-chat", there)
+    run("export runs/base --out exported", there)
+    run("export runs/chat --out exported-chat", there)
     for name in ("exported", "exported-chat"):
         assert (there / name / "generation_config.json").is_file()
         assert (there / name / "tokenizer.json").read_bytes() == (
             there / "runs" / "base" / "assets" / "tokenizer.json"
         ).read_bytes()
     assert (there / "exported-chat" / "chat_template.jinja").read_text() == CHAT_TEMPLATE
-    run("zoo import exported --out imported", there)
-    run("zoo import exported-chat --out imported-chat", there)
-    written = [run(f"train generate {name} --prompt 'def ' --tokens 8 --temperature 0", there) for name in PLACES]
+    run("import exported --out imported", there)
+    run("import exported-chat --out imported-chat", there)
+    written = [run(f"generate {name} --prompt 'def ' --tokens 8 --temperature 0", there) for name in PLACES]
     assert written[0].splitlines()[0] == written[1].splitlines()[0] == written[2].splitlines()[0]
-    run("train eval imported --data.name text:other.txt --data.eval-examples 20 --json imported.json", there)
+    run("eval imported --data.name text:other.txt --data.eval-examples 20 --json imported.json", there)
     imported = json.loads((there / "imported.json").read_text())
     assert imported["loss"] == pytest.approx(scores["loss"], abs=2e-4)
     variables = {"MUPAX_DATA": str(there / ".cache"), "MUPAX_HOME": str(there / ".settings")}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import PRESETS, PresetError
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
@@ -81,5 +81,5 @@ def test_a_page_works(
 
 
 def refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lm-tiny", *words, "--dry-run"]) == 2
+    assert main(["train", "lm-tiny", *words, "--dry-run"]) == 2
     assert message in " ".join(capsys.readouterr().err.split())

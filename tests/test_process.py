@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mupax import jax_variables
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.data import cache
 
 pytestmark = pytest.mark.core
@@ -141,7 +141,7 @@ def test_a_second_ctrl_c_ends_a_command_at_once() -> None:
 
 def test_a_command_line_of_python_leaves_signals_alone() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    assert main(["lm-tiny", "--print-config"]) == 0
+    assert main(["train", "lm-tiny", "--print-config"]) == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
@@ -216,11 +216,11 @@ def test_variables_with_which_nothing_works_are_refused(
     monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     for words in (["lm-tiny"], ["check", "lm-proxy"]):
-        assert main(words) == 2
+        assert main(["train", *words]) == 2
         errors = capsys.readouterr().err
         assert name in errors
         assert len(errors.splitlines()) == 1
-    assert main(["lm-tiny", "--print-config"]) == 0
+    assert main(["train", "lm-tiny", "--print-config"]) == 0
     assert not list(tmp_path.iterdir())
 
 

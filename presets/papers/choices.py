@@ -66,7 +66,7 @@ CHOICES = (
            "Tensor Programs V (2203.03466), applied to experts", "derived"),
     Choice("experts_eps", "gradients", _FAMILY, "eps of router, experts, gains and biases follows the size of their gradients: router "
            "E^-1, expert in E^-1 m^-1, expert out E^-1 D^-1, gains and biases D^-1, each L^-alpha_l in blocks", "derived, and measured "
-           "by `train check`", "derived"),
+           "by `mupax check`", "derived"),
     Choice("experts_eps", "table", _FAMILY, "for models with experts: router D^-1 L^-alpha_l, expert in m^-1 L^-alpha_l, expert out "
            "D m^-2 L^-alpha_l, gains of norms 1, biases in blocks L^-alpha_l", "Jiang et al. 2601.20205, Table 2 (read through two "
            "implementations of it; L^-1 there)", "reported"),

@@ -86,7 +86,7 @@ def evaluated(workdir: Path) -> dict[str, Any]:
 
 def swept(out: Path) -> dict[str, Any]:
     """Return the rows of a small sweep by their keys."""
-    words = f"train sweep lm-tiny {_TINY} --steps 20 --lr 2^-8:2^-6:3 --seeds 2 --out {out}"
+    words = f"sweep lm-tiny {_TINY} --steps 20 --lr 2^-8:2^-6:3 --seeds 2 --out {out}"
     commands.done(words.split())
     rows = [json.loads(line) for line in (out / "points.jsonl").read_text().splitlines()]
     return {row["key"]: without_volatile(row) for row in rows}
@@ -94,7 +94,7 @@ def swept(out: Path) -> dict[str, Any]:
 
 def checked(path: Path) -> dict[str, Any]:
     """Return what a small coordinate check writes as JSON."""
-    words = f"train check lm-tiny {_MODEL} --grow heads --sizes 3 --seeds 2 --json {path}"
+    words = f"check lm-tiny {_MODEL} --grow heads --sizes 3 --seeds 2 --json {path}"
     code, _, err = commands.run(words.split())
     if not path.is_file():
         raise RuntimeError(f"mupax {words} exited with {code}: {err}")

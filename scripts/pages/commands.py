@@ -1,6 +1,6 @@
 """The reference of commands: writes docs/commands.md from the table that dispatch reads.
 
-    python -m scripts.pages.commands
+python -m scripts.pages.commands
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ What it says:
 ENCODED = """
 ## Of an encoder-decoder
 
-The same of both stacks and of cross-attention (`mupax presets desiderata PRESET --encoder`, and `train check bart-large` in place of
+The same of both stacks and of cross-attention (`mupax presets desiderata PRESET --encoder`, and `mupax check bart-large` in place of
 `gpt2`; {sizes} sizes, {seeds} seeds and 8 of width and d_model, {seconds:.0f} s of CPU time). "every" is of the
 decoder's attention, its cross-attention and the encoder, as far as they have it. `targets` are the decoder's positions, `depth` the
 decoder's blocks alone, `encoder_depth` the encoder's. A preset has the rows in which its rules are its own: outside of d_k `mup-half` is

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mupax import presets
-from mupax.presets.__main__ import main
+from mupax.__main__ import main
 
 pytestmark = pytest.mark.core
 
@@ -20,14 +20,14 @@ TABLE = ["table", "depth-mup", "--model", "vit-tiny", "--base", "vit-proxy"]
 
 def test_the_list_has_a_line_for_every_preset(capsys: pytest.CaptureFixture[str]):
     for argv in ([], ["list"]):
-        assert main(argv) == 0
+        assert main(["presets", *argv]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines] == list(presets.PRESETS)
         assert all(20 < len(line) <= 144 for line in lines)
 
 
 def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict]:
-    assert main([*argv, "--json"]) == 0
+    assert main(["presets", *argv, "--json"]) == 0
     table = json.loads(capsys.readouterr().out)
     columns = ["name", "role", "group", "shape", "multiplier", "init_std", "lr", "eps", "weight_decay"]
     assert all(list(row) == columns for row in table)
@@ -61,12 +61,12 @@ def test_options_reach_the_preset(capsys: pytest.CaptureFixture[str]):
 
 
 def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture[str]):
-    assert main(TABLE) == 0
+    assert main(["presets", *TABLE]) == 0
     out = capsys.readouterr().out
     assert "attention logits x 0.25, every residual branch x 0.7071" in out
-    assert main([*TABLE, "--rules"]) == 0
+    assert main(["presets", *TABLE, "--rules"]) == 0
     assert "D^-1 L^-0.5" in capsys.readouterr().out
-    assert main(["table", "mup", "--model", "lm-tiny", "--base", "gpt2"]) == 0
+    assert main(["presets", "table", "mup", "--model", "lm-tiny", "--base", "gpt2"]) == 0
     assert "caution: mlp/embed is 0.625 times the base's" in capsys.readouterr().out
 
 
@@ -88,7 +88,7 @@ def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture
     ],
 )
 def test_wrong_input_exits_2_with_one_message(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
-    assert main(argv) == 2
+    assert main(["presets", *argv]) == 2
     output = capsys.readouterr()
     assert text in output.err
     assert "Traceback" not in output.err
@@ -104,24 +104,24 @@ def test_a_real_process():
 
 
 def test_limits_prints_exponents_and_verdicts(capsys: pytest.CaptureFixture[str]):
-    assert main(["limits", "mup"]) == 0
+    assert main(["presets", "limits", "mup"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"attention logits +heads collapse N\^-0.5  stable", out)
-    assert main(["limits", "depth-mup", "--preset.alpha-l", "1", "--json"]) == 0
+    assert main(["presets", "limits", "depth-mup", "--preset.alpha-l", "1", "--json"]) == 0
     limits = json.loads(capsys.readouterr().out)
     assert limits["residual stream"]["depth"] == {"exponent": 0.0, "verdict": "stable"}
-    assert main(["limits", "ntk", "--constant", "s=0.5", "--optimizer", "sgd"]) == 0
+    assert main(["presets", "limits", "ntk", "--constant", "s=0.5", "--optimizer", "sgd"]) == 0
     assert "lazy N^-0.25" in capsys.readouterr().out
 
 
 def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
-    assert main(["compare", "mup", "mup-half", "depth-mup"]) == 0
+    assert main(["presets", "compare", "mup", "mup-half", "depth-mup"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == ["growing", "observable", "mup", "mup-half", "depth-mup"]
-    assert main(["compare", "mup", "mup-half", "--markdown"]) == 0
+    assert main(["presets", "compare", "mup", "mup-half", "--markdown"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["| growing | observable | mup | mup-half |", "|---|---|---|---|"]
     assert "| head_dim | attention logits | heads collapse N^-0.5 | stable |" in lines
-    assert main(["compare", "mup", "sp", "--json"]) == 0
+    assert main(["presets", "compare", "mup", "sp", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["growing"] == "head_dim"
 
 
@@ -140,18 +140,18 @@ def test_compare_puts_presets_side_by_side(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_wrong_words_of_limits_and_compare(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]):
-    assert main(argv) == 2
+    assert main(["presets", *argv]) == 2
     assert text in capsys.readouterr().err
 
 
 def test_branches_are_told_by_stack(capsys: pytest.CaptureFixture[str]):
     """T5 base has twice the blocks of T5 small in both stacks; three branches of a decoder's block have one factor."""
     words = ["table", "depth-mup", "--model", "flan-t5-base", "--base", "t5-small", "--preset.alpha-l", "1.0"]
-    assert main(words) == 0
+    assert main(["presets", *words]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "of the encoder every residual branch x 0.5; of the decoder every residual branch x 0.5" in shown
     base = "layers=6,encoder_layers=3,embed=512,heads=8,kv_heads=8,head_dim=64,mlp=2048"
-    assert main([*words[:5], base, *words[6:]]) == 0
+    assert main(["presets", *words[:5], base, *words[6:]]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "of the encoder every residual branch x 0.25; of the decoder every residual branch x 0.5" in shown
 
@@ -160,5 +160,5 @@ def test_the_table_of_the_document_is_the_printed_one(capsys: pytest.CaptureFixt
     text = (Path(__file__).resolve().parents[2] / "docs" / "presets.md").read_text()
     argv = re.search(r"`presets (compare .* --summary --markdown)` prints this table", text)
     assert argv is not None
-    assert main(argv[1].split()) == 0
+    assert main(["presets", *argv[1].split()]) == 0
     assert capsys.readouterr().out in text

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import PresetError
-from mupax.presets.__main__ import main
 from mupax.presets.analysis import verdicts
 from mupax.presets.constants import GROUPS
 from mupax.zoo.configs import CONFIGS, DecoderConfig
@@ -119,7 +119,7 @@ def test_a_name_or_number_that_is_none_is_refused(constants: dict[str, Any], mes
 def test_a_group_that_the_model_does_not_have_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]):
     biased = "stds.block.query.bias" not in words  # gpt2 has biases and ties its readout, lm-tiny neither
     argv = f"table mup --model {'gpt2' if biased else 'lm-tiny'} --preset.{words}"
-    assert main(argv.split()) == 2
+    assert main(["presets", *argv.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_control_what_the_same_models_do_have(capsys: pytest.CaptureFixture[str]
         ("gpt2", "rates.block.query.bias 2"),
         ("lm-tiny", "rates.readout 2"),
     ):
-        assert main(f"table mup --model {model} --preset.{words}".split()) == 0
+        assert main(f"presets table mup --model {model} --preset.{words}".split()) == 0
     capsys.readouterr()
 
 
@@ -138,12 +138,13 @@ def test_the_table_shows_them_by_group(capsys: pytest.CaptureFixture[str]):
         "table mup --model lm-tiny --base lm-proxy --preset.rates.readout 4 --preset.stds.token-embedding=0.5 --json"
     )
     for extra in ("", " --constant c_a=0.5"):
-        assert main((table + extra).split()) == 0
+        assert main(["presets", *(table + extra).split()]) == 0
         rows = {row["group"]: row for row in json.loads(capsys.readouterr().out)}
         assert (rows["readout"]["lr"], rows["token_embedding"]["init_std"]) == (4.0, 0.5)
     assert (
         main(
             [
+                "presets",
                 "table",
                 "mup",
                 "--model",

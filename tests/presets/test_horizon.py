@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.presets import PresetError
-from mupax.presets.__main__ import main
 from mupax.presets.horizon import COLUMNS, RULES, Applied, rule
 from mupax.presets.joint import NUMBERS, scaled, timescale
 from mupax.train.config.run import PresetConfig
@@ -148,7 +148,7 @@ def test_cautions_are_said_outside_the_tested_range_only():
 
 
 def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
-    assert main(["joint", "--batch", "8:64", "--tokens", "1:8"]) == 0
+    assert main(["presets", "joint", "--batch", "8:64", "--tokens", "1:8"]) == 0
     out = capsys.readouterr().out
     for name, each in RULES.items():
         assert len(re.findall(rf"(?m)^{name}(?![-\w])", out)) == 3 + each.applied, name
@@ -156,18 +156,18 @@ def test_the_command_shows_every_rule(capsys: pytest.CaptureFixture[str]):
     assert "factors at B = 8, T = 8" in out
     assert re.search(r"(?m)^sde +2\.83 +2\.83 +0\.354 +8 +8 +1$", out)
     assert "caution: the joint rule sde: 8 times the base's tokens, and it says nothing about tokens" in out
-    assert main(["joint", "--batch", "8:128"]) == 0
+    assert main(["presets", "joint", "--batch", "8:128"]) == 0
     assert "b1 would be 1 - 16 x 0.1" in capsys.readouterr().out
-    assert main(["joint", "--batch", "8:128", "--b1", "0.95", "--b2", "0.99"]) == 0
+    assert main(["presets", "joint", "--batch", "8:128", "--b1", "0.95", "--b2", "0.99"]) == 0
     assert "would be" not in capsys.readouterr().out
-    assert main(["joint", "--json", "--batch", "1:4"]) == 0
+    assert main(["presets", "joint", "--json", "--batch", "1:4"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert (rows["sde"]["lr"], rows["sde"]["factors"]["eps"], rows["linear"]["eps"]) == ("B^0.5", 0.5, None)
 
 
 @pytest.mark.parametrize("text", ["8", "8:x", "0:4", "1:inf", "8:64:2", ""])
 def test_the_command_refuses_what_is_no_ratio(text: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["joint", "--batch", text]) == 2
+    assert main(["presets", "joint", "--batch", text]) == 2
     assert f"--batch is {text}; write FROM:TO with two numbers above 0, as 8:64" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mupax.presets.__main__ import main
+from mupax.__main__ import main
 from mupax.presets.verify.formats import huggingface
 from mupax.presets.verify.published import MISTAKES, STANDARD
 

@@ -22,20 +22,16 @@ from PIL import Image
 from safetensors.numpy import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mupax.presets.__main__ import main as presets
-from mupax.train.__main__ import main as train
+from mupax.__main__ import main
 from mupax.train.config.data import PixelsConfig
-from mupax.train.data.__main__ import main as data
 from mupax.train.reuse import source
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.image_input import ImageInput
-from mupax.zoo.__main__ import main as zoo
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
 from tests.fixtures.hub import model_hub
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "inputs.md"
-ROOMS = {"train": train, "zoo": zoo, "presets": presets, "data": data}
 TEXTS = [f"document {i} says {'word ' * (i % 7 + 20)}" for i in range(60)]
 ROW = re.compile(r"^\| `(.+)` \| (\d) \| (.*) \|$", re.MULTILINE)
 
@@ -169,10 +165,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def outcome(words: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a command line without its `mupax`."""
-    room, *rest = shlex.split(words)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = ROOMS[room](rest)
+        code = main(shlex.split(words))
     return code, out.getvalue(), err.getvalue()
 
 

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.terminal import si
 from mupax.zoo import flops
-from mupax.zoo.__main__ import main
 from mupax.zoo.configs import CONFIGS
 
 pytestmark = pytest.mark.core
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.core
 
 @pytest.mark.parametrize("argv", [[], ["list"]])
 def test_list_has_every_model(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 0
+    assert main(["models", *argv]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
     assert set(CONFIGS) < set(lines)
     assert lines["gpt2"].split()[2:7] == ["768", "12", "12", "64", "3072"]
@@ -29,7 +29,7 @@ def test_list_has_every_model(argv: list[str], capsys: pytest.CaptureFixture[str
 
 
 def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json"]) == 0
+    assert main(["models", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == list(CONFIGS)
     for row in rows:
@@ -40,7 +40,7 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_describe_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", "lm-tiny"]) == 0
+    assert main(["models", "describe", "lm-tiny"]) == 0
     out = capsys.readouterr().out
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "layers embed* kv_heads head_dim" in lines["block.attention.key"]
@@ -49,7 +49,7 @@ def test_describe_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", ["vit-tiny", "lm-proxy", "bordelon-vit"])
 def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["describe", name, "--json"]) == 0
+    assert main(["models", "describe", name, "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     sizes = CONFIGS[name].sizes()
     assert row["tree"]
@@ -74,7 +74,7 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
     ],
 )
 def test_a_wrong_word_is_answered(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
+    assert main(["models", *argv]) == 2
     out, err = capsys.readouterr()
     assert message in err
     assert len(err.splitlines()) <= 10
@@ -82,8 +82,8 @@ def test_a_wrong_word_is_answered(argv: list[str], message: str, capsys: pytest.
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "describe  Every parameter of a model" in capsys.readouterr().out
+    assert main(["models", "--help"]) == 0
+    assert "describe  print every parameter of a model" in capsys.readouterr().out
 
 
 def test_the_list_imports_no_jax() -> None:

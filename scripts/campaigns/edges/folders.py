@@ -48,7 +48,7 @@ MODEL = (
     "--data.eval-examples 64 --optimizer.warmup-steps 2 --log.no-samples --log.no-tensorboard"
 )
 TOKENIZER = "data tokenizer text:{text} --size 300 --out {out}"
-SWEEP = f"train sweep lm-tiny --data.name text:{{text}} {MODEL} --steps 6 --lr 1e-3,2e-3 --out {{out}}"
+SWEEP = f"sweep lm-tiny --data.name text:{{text}} {MODEL} --steps 6 --lr 1e-3,2e-3 --out {{out}}"
 OWN_TRACES = (".making", ".mupax-making", ".partial", "incomplete", ".part")
 """Endings and parts of names that only an unfinished command has in a folder."""
 
@@ -73,14 +73,14 @@ class Maker:
 
 
 MAKERS = {
-    "export": Maker("zoo export {source}/run --out {out}", "zoo import {out} --out {other}"),
-    "import": Maker("zoo import {source}/hf --preset mup --out {out}", "zoo export {out} --out {other}"),
+    "export": Maker("export {source}/run --out {out}", "import {out} --out {other}"),
+    "import": Maker("import {source}/hf --preset mup --out {out}", "export {out} --out {other}"),
     "tokenizer": Maker(TOKENIZER, makes_folder=False, out="tokenizer.json", absent=("unlink", "mkdir")),
     "prepare text": Maker("data prepare text:{text} --tokenizer bpe:300", makes_folder=False, out="data"),
     "prepare digits": Maker("data prepare digits --data-dir {out}", makes_folder=False, absent=("unlink", "fsync")),
     "sweep": Maker(SWEEP, makes_folder=False),
-    "convert": Maker("train convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"),
-    "grow": Maker("train grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}", "train --resume --workdir {out}"),
+    "convert": Maker("convert {source}/run --form mean-field --out {out}", "train --resume --workdir {out}"),
+    "grow": Maker("grow {source}/run --set width=32 num_heads=4 --steps 20 --out {out}", "train --resume --workdir {out}"),
 }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ class Lab:
         """A folder with a trained run, and its export as Hugging Face has it."""
         tiny_runs.write_text(self.folder)
         train = f"train lm-tiny --data.name text:{self.text} {MODEL} --steps 16 --workdir {self.folder}/run"
-        for words in (train, f"zoo export {self.folder}/run --out {self.folder}/hf"):
+        for words in (train, f"export {self.folder}/run --out {self.folder}/hf"):
             ended = self.run(words.split(), {})
             if ended.code != 0:
                 raise SystemExit(f"{words} fails by itself:\n{ended.output[-2000:]}")
@@ -286,7 +286,7 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
     is_run = tried.maker.reader.startswith("train")
     if copied is None and is_run:
         # A run that goes on would change the only copy.
-        words = [*tried.words("train checkpoints {out}")]
+        words = [*tried.words("checkpoints {out}")]
     else:
         words = tried.words(tried.maker.reader, copied)
     ended = tried.lab.run(words, tried.environ)

@@ -41,29 +41,29 @@ _LM = f"lm-tiny --data.name text:TEXT --model.seq-len 16 {_SIZES}"
 _LONG = f"{_LM} --steps 1000000 --checkpoint.every-steps 1000000 --resume"
 
 COMPUTING = {
-    "balance": "train balance lm-proxy --out OUT/b.json",
-    "check": "train check lm-proxy",
-    "noise": "train noise RUN",
-    "eval": "train eval RUN",
+    "balance": "presets balance lm-proxy --out OUT/b.json",
+    "check": "check lm-proxy",
+    "noise": "noise RUN",
+    "eval": "eval RUN",
     "dry-run": "train lm-laptop --dry-run",
-    "roles": "train roles lm-tiny",
-    "generate": "train generate RUN --prompt value --tokens 40",
-    "plan": f"train plan {_LM} --steps 50",
-    "grow": "train grow RUN --set width=32 --out OUT/big",
-    "convert": "train convert RUN --form readout-multiplier --out OUT/form",
-    "export": "zoo export RUN --out OUT/hf",
-    "import": "zoo import HF --out OUT/weights",
-    "predict": "train predict VIT IMAGE",
+    "roles": "models roles lm-tiny",
+    "generate": "generate RUN --prompt value --tokens 40",
+    "plan": f"plan {_LM} --steps 50",
+    "grow": "grow RUN --set width=32 --out OUT/big",
+    "convert": "convert RUN --form readout-multiplier --out OUT/form",
+    "export": "export RUN --out OUT/hf",
+    "import": "import HF --out OUT/weights",
+    "predict": "predict VIT IMAGE",
 }
 """Commands that import JAX and compile, with small inputs."""
 STUDIES = {
-    "sweep": f"train sweep {_LM} --steps 400 --lr 2^-9:2^-6:4 --how in-turn --no-eval --out OUT/study",
-    "tune": f"train tune {_LM} --steps 400 --over lr --points 6 --how in-turn --no-eval --out OUT/study",
-    "transfer": f"train transfer {_LM} --steps 400 --grow width=16,32 --control none --how in-turn --out OUT/study",
+    "sweep": f"sweep {_LM} --steps 400 --lr 2^-9:2^-6:4 --how in-turn --no-eval --out OUT/study",
+    "tune": f"tune {_LM} --steps 400 --over lr --points 6 --how in-turn --no-eval --out OUT/study",
+    "transfer": f"transfer {_LM} --steps 400 --grow width=16,32 --control none --how in-turn --out OUT/study",
 }
 LIGHT = {
-    "zoo list": "zoo",
-    "zoo describe": "zoo describe lm-8b",
+    "zoo list": "models",
+    "zoo describe": "models describe lm-8b",
     "presets table": "presets table mup --model lm-tiny",
     "presets compare": "presets compare mup sp ntk",
     "train --help": "train lm-tiny --help",
@@ -270,7 +270,7 @@ class Shared:
         return self._output_of("vit", f"train vit-digits {_SIZES} --steps 4 --workdir OUT/vit")
 
     def _weights(self) -> Path:
-        return self._output_of("hf", "zoo export RUN --out OUT/hf")
+        return self._output_of("hf", "export RUN --out OUT/hf")
 
     def _image(self) -> Path:
         path = self.folder / "image.png"
@@ -480,7 +480,7 @@ def _data_trials(inputs: Shared) -> list[Trial]:
 
 def _service_trials(inputs: Shared) -> list[Trial]:
     serving = printed("serving ", "while it serves")
-    command = "train serve RUN --port 0"
+    command = "serve RUN --port 0"
     plan = [
         ([signal.SIGINT], IMPORTING_JAX),
         ([signal.SIGINT], serving),
@@ -492,7 +492,7 @@ def _service_trials(inputs: Shared) -> list[Trial]:
     for numbers, moment in plan:
         words = " and ".join(number.name for number in numbers)
         every.append(_trial("serve", words, moment.name, interrupted(inputs, command, moment, numbers, True)))
-    push = "train push RUN --to owner/name --dry-run"
+    push = "push RUN --to owner/name --dry-run"
     for number in (signal.SIGINT, signal.SIGHUP):
         run = interrupted(inputs, push, IMPORTING_JAX, [number], True)
         every.append(_trial("push", number.name, IMPORTING_JAX.name, run))

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import PresetError
-from mupax.presets.__main__ import main
 from mupax.presets.analysis.desiderata import COLUMNS, ENCODED, GROWTHS, desiderata
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import LIMITS
@@ -75,7 +75,7 @@ def test_a_preset_without_a_rule_for_sgd_has_no_rates_to_ask() -> None:
 
 
 def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
-    assert main(["desiderata", "mup", "--constant", "key_start=query"]) == 0
+    assert main(["presets", "desiderata", "mup", "--constant", "key_start=query"]) == 0
     assert [line.split()[:6] for line in capsys.readouterr().out.splitlines() if line.startswith("d_k")] == [
         ["d_k", "can", "yes", "yes", "yes", "yes"]
     ]
@@ -92,5 +92,5 @@ def test_keys_that_start_as_queries_have_logits_of_order_one(capsys) -> None:
 
 def test_json_has_every_dimension(capsys) -> None:
     for words, growths in (([], GROWTHS), (["--encoder"], ENCODED)):
-        assert main(["desiderata", "sp", "--json", *words]) == 0
+        assert main(["presets", "desiderata", "sp", "--json", *words]) == 0
         assert json.loads(capsys.readouterr().out).keys() == growths.keys()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import ParamSpec, Preset, Role
-from mupax.presets.__main__ import main
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import EXPERT_LIMITS
 from mupax.presets.analysis.verdicts import DESCRIPTIVE, verdicts
@@ -84,7 +84,7 @@ def test_control_a_wrong_power_of_each_role_is_seen(
 
 
 def test_the_command_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["limits", "mup", "--experts"]) == 0
+    assert main(["presets", "limits", "mup", "--experts"]) == 0
     printed = capsys.readouterr().out
     assert "expert_dim (m)" in printed
     assert "change of router's scores" in printed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mupax.presets.__main__ import main
+from mupax.__main__ import main
 from mupax.presets.analysis.joint_limits import OBSERVABLES, observables, troubles, verdicts
 from mupax.presets.horizon import COLUMNS, RULES, formula
 from mupax.presets.joint import path, scaled
@@ -125,20 +125,20 @@ def test_the_way_to_a_run_says_where_the_rule_holds():
 
 
 def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
-    assert main(["limits", "mup", "--joint", "sde"]) == 0
+    assert main(["presets", "limits", "mup", "--joint", "sde"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"(?m)^displacement by noise +stable +explodes T\^0\.5$", out)
     assert "holds while B (1 - b1) < 1 and B (1 - b2) < 1, and for a batch well below the noise scale" in out
-    assert main(["limits", "mup", "--json"]) == 0
+    assert main(["presets", "limits", "mup", "--json"]) == 0
     entries = json.loads(capsys.readouterr().out)
     assert entries["drift"]["batch"] == {"exponent": -0.5, "verdict": "frozen"}
     assert entries["residual stream"]["heads"]["verdict"] == "stable"
-    assert main(["limits", "mup", "--optimizer", "sgd"]) == 0  # of Adam alone
+    assert main(["presets", "limits", "mup", "--optimizer", "sgd"]) == 0  # of Adam alone
     assert "drift" not in capsys.readouterr().out
     table = ["table", "mup", "--model", "lm-tiny", "--joint", "sde", "--batch", "8:64"]
-    assert main(table) == 0
+    assert main(["presets", *table]) == 0
     assert re.search(r"(?m)^ +64 +1 +0\.125 +2\.828 +2\.828 +0\.3536 +8 +8 +0\.125 +1 +yes$", capsys.readouterr().out)
-    assert main([*table, "--json"]) == 0
+    assert main(["presets", *table, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["joint"][-1]["tau"] == pytest.approx(1)
 
 
@@ -152,5 +152,5 @@ def test_limits_and_table_have_both_axes(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_what_does_not_fit_is_refused(words: str, message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(words.split()) == 2
+    assert main(["presets", *words.split()]) == 2
     assert message in capsys.readouterr().err

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import PRESETS, ParamSpec, Preset, PresetError, Role, Scales
-from mupax.presets.__main__ import main
 from mupax.presets.analysis.health import Health
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import EXPERT_LIMITS, PARTS
@@ -82,17 +82,17 @@ def test_another_value_is_refused(name: str, constants: dict[str, Any], message:
 
 
 def test_the_command_lists_values_sources_and_statuses(capsys: pytest.CaptureFixture[str]):
-    assert main(["constants", "mup"]) == 0
+    assert main(["presets", "constants", "mup"]) == 0
     out = capsys.readouterr().out
     assert "readout_width, -1 unless given" in out
     assert out.endswith("rates.GROUP, stds.GROUP, multipliers.GROUP, decays.GROUP, factors of 1 unless given\n")
     assert "  -0.5: Adam's rate of the token embedding D^-1/2" in out
     assert "Hayou and Liu 2506.15025 (abstract); u-mup's and ntk's row too: reported." in out
-    assert main(["constants", "spectral", "--json"]) == 0
+    assert main(["presets", "constants", "spectral", "--json"]) == 0
     (listing,) = json.loads(capsys.readouterr().out).values()
     assert listing["default"] == "operator"
     assert [row["status"] for row in listing["choices"]] == ["verified", "derived"]
-    assert main(["constants", "muup"]) == 2
+    assert main(["presets", "constants", "muup"]) == 2
 
 
 # Readout and embedding

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import PresetError
-from mupax.presets.__main__ import main as presets_main
 from mupax.presets.tuned import find as tuned
 
 pytestmark = pytest.mark.core
@@ -169,20 +169,20 @@ def test_the_evidence_follows_from_the_drift_and_not_from_an_older_verdict(
 
 
 def test_the_list(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
-    assert presets_main(["tuned"]) == 0
+    assert main(["presets", "tuned"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     expected = (
         f"depth-mup:mine-v1 project, tuned/{FILE} adam 0.0078 on python_corpus, 409,600 tokens; head_dim transfers"
     )
     assert any(line.startswith(expected) for line in lines)
-    assert presets_main(["tuned", "depth-mup:mine-v1"]) == 0
+    assert main(["presets", "tuned", "depth-mup:mine-v1"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("depth-mup:mine-v1, transfers: adam 0.0078")
     assert "2^-6 diverged" in shown
     assert "mupax transfer lm-tiny" in shown
-    assert presets_main(["tuned", "depth-mup:mine-v1", "--json"]) == 0
+    assert main(["presets", "tuned", "depth-mup:mine-v1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["base"] == BASE
-    assert presets_main(["tuned", "mup:none"]) == 2
+    assert main(["presets", "tuned", "mup:none"]) == 2
 
 
 def test_one_in_the_users_own_folder_is_found_from_any_project(
@@ -201,7 +201,7 @@ def test_one_in_the_users_own_folder_is_found_from_any_project(
 
     tuned.save(tuned_preset(), folder / FILE)
     assert tuned.find("depth-mup:mine-v1") == tuned_preset()
-    assert presets_main(["tuned"]) == 0
+    assert main(["presets", "tuned"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("depth-mup:mine-v1")]
     assert str(folder / FILE) in line
     assert "user" in line
@@ -211,11 +211,11 @@ def test_one_in_the_users_own_folder_is_found_from_any_project(
     assert tuned.find("depth-mup:mine-v1").optimizer["peak_lr"] == 0.5
     for name in ("tune.json", ".mup.hidden.json"):
         Path("tuned", name).write_text("{}")
-    assert presets_main(["tuned"]) == 0
+    assert main(["presets", "tuned"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("depth-mup:mine-v1")]
     assert "project" in line
     Path("tuned", "mup.broken.json").write_text("{}")
-    assert presets_main(["tuned", "--json"]) == 2
+    assert main(["presets", "tuned", "--json"]) == 2
     out, err = capsys.readouterr()
     assert "mup.broken.json" in err
     listed = {f"{entry['preset']}:{entry['name']}": entry["path"] for entry in json.loads(out)}

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.presets import ParamSpec, PresetError, Role, Scales, get
-from mupax.presets.__main__ import main
 from mupax.presets.tuned.measured import FORMAT, Table, load, measured, save
 
 pytestmark = pytest.mark.core
@@ -61,7 +61,7 @@ def test_a_file_brings_it_back_number_for_number(tmp_path):
 
 def test_its_numbers_take_no_constants(tmp_path, capsys: pytest.CaptureFixture[str]):
     save(TABLE, tmp_path / "table.json")
-    assert main(["constants", f"measured:{tmp_path / 'table.json'}"]) == 2
+    assert main(["presets", "constants", f"measured:{tmp_path / 'table.json'}"]) == 2
     assert "takes no constants; all its numbers are in its file" in capsys.readouterr().err
     with pytest.raises(PresetError, match=r"measured scales take no constants, not rates"):
         get(f"measured:{tmp_path / 'table.json'}", rates={"readout": 2})

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mupax.__main__ import main
 from mupax.presets import Preset
-from mupax.presets.__main__ import main
 from mupax.presets.roles import OWN
 from mupax.presets.rule import Decay
 from mupax.zoo.configs import DecoderConfig, ModelConfig

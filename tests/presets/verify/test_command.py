@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mupax import presets, terminal
-from mupax.presets.__main__ import main
+from mupax.__main__ import main
 from tests.presets.verify.dumps import Contents, changed, decoder, dump, verified
 
 pytestmark = pytest.mark.core

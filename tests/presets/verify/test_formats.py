@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax.presets.__main__ import main
+from mupax.__main__ import main
 from mupax.presets.verify import formats
 from mupax.presets.verify.formats.dump import Dump
 from tests.presets.verify.dumps import CONFIGS

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mupax import presets
-from mupax.presets.__main__ import main
+from mupax.__main__ import main
 from mupax.presets.verify.reference import ORDER
 from tests.presets.verify.dumps import Contents, changed, decoder, dump, verified
 from tests.presets.verify.test_right import grown

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mupax.__main__ import main
 from mupax.paths import path_of
 from mupax.train import data as data_sources
-from mupax.train.__main__ import main
 from mupax.train.checkpoints import assets, manifest
 from mupax.train.config.data import DataConfig
 from mupax.train.config.recipes import RECIPES
@@ -26,7 +26,6 @@ from mupax.train.data import assets as data_assets
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
 from mupax.train.reuse.generate import opened
-from mupax.zoo.__main__ import main as zoo
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.programs import shared_programs
 
@@ -38,7 +37,7 @@ TRAINING = (
     "--data.batch-size 16 --data.eval-examples 32 --data.eval-batch-size 32 --optimizer.warmup-steps 1 --steps 4 "
     "--checkpoint.every-steps 2 --log.no-tensorboard --log.no-samples"
 )
-BPE = f"lm-tiny --data.name text:texts --data.tokenizer bpe:300 {MODEL} {TRAINING}"
+BPE = f"train lm-tiny --data.name text:texts --data.tokenizer bpe:300 {MODEL} {TRAINING}"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|endoftext|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -121,7 +120,7 @@ def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewher
     assert succeeded(f"generate lm {prompt}") == succeeded(f"generate lm/checkpoints/4 {prompt}") == before
     succeeded("eval lm --data.name text:new --json new.json")
     assert json.loads(Path("new.json").read_text())["data_of_the_run"] is False
-    assert zoo(["export", "lm", "--out", "exported"]) == 0
+    assert main(["export", "lm", "--out", "exported"]) == 0
     assert Path("exported/tokenizer.json").read_bytes() == Path("lm/assets/tokenizer.json").read_bytes()
     assert succeeded(f"generate exported {prompt}") == before
     succeeded("convert lm --form plain --out plain")
@@ -226,7 +225,7 @@ def test_a_run_of_an_older_version_is_read_from_the_cache_and_gets_its_files_whe
     shutil.rmtree("lm/assets")
     monkeypatch.setenv("MUPAX_DATA", str(project / "cache"))
     succeeded("generate lm --prompt a --tokens 2")
-    assert zoo(["export", "lm", "--out", "exported"]) == 0
+    assert main(["export", "lm", "--out", "exported"]) == 0
     assert Path("exported/tokenizer.json").is_file()
     Path("texts/1-0.txt").unlink()
     succeeded(f"{BPE} --workdir lm --resume --steps 6 --resume-change schedule")
@@ -246,7 +245,7 @@ def test_a_branch_has_the_files_too(project: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_another_chat_template_leaves_earlier_checkpoints_theirs(project: Path, tmp_path: Path) -> None:
-    chat = f"lm-tiny --data.name chat:chat.jsonl {MODEL} {TRAINING} --workdir {tmp_path}/chat"
+    chat = f"train lm-tiny --data.name chat:chat.jsonl {MODEL} {TRAINING} --workdir {tmp_path}/chat"
     succeeded(f"{chat} --data.chat-template template.jinja")
     other = tmp_path / "other.jinja"
     other.write_text(TEMPLATE.replace("<|endoftext|>", "<|end|>"))
@@ -289,7 +288,7 @@ def test_eval_reads_a_text_in_place_of_the_mixture(
 ) -> None:
     mix = f"--data.mix a=text:{project}/texts:0.7 b=text:{project}/other:0.3 --data.evaluate c=text:{tmp_path}/c"
     shutil.copytree(project / "texts", tmp_path / "c")
-    succeeded(f"lm-tiny {mix} {MODEL} {TRAINING} --workdir {tmp_path}/mix")
+    succeeded(f"train lm-tiny {mix} {MODEL} {TRAINING} --workdir {tmp_path}/mix")
     monkeypatch.chdir(tmp_path)
     numbers: dict[str, Any] = {}
     for name, flags in {

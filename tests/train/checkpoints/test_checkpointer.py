@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.paths import path_of
-from mupax.train.__main__ import main
 from mupax.train.checkpoints import manifest, workdir
 from mupax.train.checkpoints.folder import steps
 from mupax.train.parallel.processes import Processes
@@ -61,7 +61,7 @@ def train(*words: str) -> Done:
     """A run in this process, on its eight devices."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*TINY.split(), "--steps", str(STEPS), *words])
+        code = main(["train", *TINY.split(), "--steps", str(STEPS), *words])
     return Done(code, out.getvalue(), err.getvalue())
 
 
@@ -147,11 +147,11 @@ def test_what_a_smaller_keep_deletes_is_said_when_the_run_goes_on(
 ) -> None:
     shutil.copytree("whole", "fewer")
     words = [*TINY.split(), "--steps", str(STEPS + 3), "--workdir", "fewer", "--resume", "--resume-change", "schedule"]
-    assert main([*words, "--checkpoint.keep", "1"]) == 0
+    assert main(["train", *words, "--checkpoint.keep", "1"]) == 0
     printed = capsys.readouterr().out
     assert "changed since: checkpoint.keep 2 -> 1" in printed
     assert "the checkpoints 6 are deleted" in printed
-    assert main([*words, "--checkpoint.keep", "2"]) == 0
+    assert main(["train", *words, "--checkpoint.keep", "2"]) == 0
     printed = capsys.readouterr().out
     assert "changed since: checkpoint.keep 1 -> 2" in printed
     assert "deleted" not in printed
@@ -184,7 +184,7 @@ def test_neither_a_picture_nor_a_pipe_that_cannot_be_written_makes_an_error_of_a
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(io.StringIO()) as err,
     ):
-        assert main([*TINY.split(), "--steps", str(STEPS), "--workdir", "unseen", "--resume"]) == 0
+        assert main(["train", *TINY.split(), "--steps", str(STEPS), "--workdir", "unseen", "--resume"]) == 0
     (line,) = err.getvalue().splitlines()
     assert line.startswith("standard output takes nothing any more ([Errno 32] Broken pipe); the run goes on")
 

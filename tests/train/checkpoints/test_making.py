@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 
 from mupax import folders
+from mupax.__main__ import main
 from mupax.paths import path_of
-from mupax.train.__main__ import main as train_main
 from mupax.train.checkpoints import making
-from mupax.zoo.__main__ import main as zoo_main
 from mupax.zoo.huggingface import tensorfile
 from tests.fixtures.emulator import bucket, emulator
 from tests.train.reuse.test_source import published
@@ -34,7 +33,7 @@ COMMAND = ["mupax", "import", "weights", "--out", "out"]
 ENTRIES = {folders.MARK, "model.json", "model.safetensors"}
 
 
-def run(main: Any, words: str) -> tuple[int, str]:
+def run(words: str) -> tuple[int, str]:
     """Return the exit code and what was printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -81,10 +80,10 @@ def half_mark() -> None:
 @pytest.mark.parametrize("left", [killed_before_rename, inside, half_mark], ids=["beside", "inside", "half of a mark"])
 def test_the_same_command_makes_a_folder_of_which_a_kill_left_half(left: Any, here: Path) -> None:
     left()
-    assert run(zoo_main, "import weights --out out")[0] == 0
+    assert run("import weights --out out")[0] == 0
     assert names(here) == {"weights", "out"}
     assert names(here / "out") == ENTRIES
-    assert run(zoo_main, "export out --out again")[0] == 0
+    assert run("export out --out again")[0] == 0
     assert (here / "again" / "model.safetensors").read_bytes() == (here / "weights" / "model.safetensors").read_bytes()
 
 
@@ -93,15 +92,15 @@ READERS = (
     "train lm-tiny --workdir out",
     "train --resume --workdir out",
     "train lm-tiny --init-from out --workdir new",
-    "train grow out --set width=64 --out new",
-    "train convert out --form plain --out new",
-    "train checkpoints out",
-    "train eval out",
-    "train generate out --prompt a",
-    "train generate out/checkpoints/5 --prompt a",
-    "train push out --to me/model --dry-run",
-    "zoo export out --out new",
-    "zoo import out --out new",
+    "grow out --set width=64 --out new",
+    "convert out --form plain --out new",
+    "checkpoints out",
+    "eval out",
+    "generate out --prompt a",
+    "generate out/checkpoints/5 --prompt a",
+    "push out --to me/model --dry-run",
+    "export out --out new",
+    "import out --out new",
 )
 
 
@@ -110,8 +109,7 @@ def test_a_half_is_refused_with_the_command_to_write_again(reader: str, here: Pa
     half_made(here / "out")
     (here / "out" / "config.json").write_text(json.dumps({"config": {"recipe": "lm-tiny"}}))
     before = names(here / "out")
-    entry_point, _, words = reader.partition(" ")
-    code, printed = run(train_main if entry_point == "train" else zoo_main, words)
+    code, printed = run(reader)
     assert code == 2
     assert "`mupax import weights --out out`" in printed
     assert names(here / "out") == before
@@ -119,9 +117,9 @@ def test_a_half_is_refused_with_the_command_to_write_again(reader: str, here: Pa
 
 
 def test_control_a_folder_of_an_older_version_has_no_mark_and_is_read(here: Path) -> None:
-    assert run(zoo_main, "import weights --out out")[0] == 0
+    assert run("import weights --out out")[0] == 0
     (here / "out" / folders.MARK).unlink()
-    assert run(zoo_main, "export out --out again")[0] == 0
+    assert run("export out --out again")[0] == 0
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["missing", "empty"])
@@ -141,24 +139,24 @@ def test_a_command_that_fails_leaves_nothing(
 
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
         patch.setattr(tensorfile, "save_file", fail)
-        code, printed = run(zoo_main, "import weights --out out")
+        code, printed = run("import weights --out out")
         assert code in (1, 130)
         assert isinstance(error, KeyboardInterrupt) or "No space left on device" in printed
     assert names(here) == before
     assert not there or names(here / "out") == set()
-    assert run(zoo_main, "import weights --out out")[0] == 0
+    assert run("import weights --out out")[0] == 0
 
 
 def test_what_the_command_has_not_made_is_never_deleted(here: Path) -> None:
     inside()
     (here / "out" / "notes.txt").write_text("mine")
-    code, printed = run(zoo_main, "import weights --out out")
+    code, printed = run("import weights --out out")
     assert (code, "notes.txt" in printed) == (2, True)
     assert names(here / "out") == {folders.MARK, ".making", "model.safetensors", "notes.txt"}
     shutil.rmtree(here / "out")
     (here / ".out.making").mkdir()
     (here / ".out.making" / "notes.txt").write_text("mine")
-    code, printed = run(zoo_main, "import weights --out out")
+    code, printed = run("import weights --out out")
     assert (code, ".out.making" in printed) == (2, True)
     assert (here / ".out.making" / "notes.txt").read_text() == "mine"
 
@@ -169,33 +167,33 @@ def test_what_a_running_command_makes_is_left_to_it(place: str, here: Path) -> N
     before = names(here / place)
     with (here / place / making.LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        code, printed = run(zoo_main, "import weights --out out")
+        code, printed = run("import weights --out out")
     assert (code, "being made by another command" in printed) == (2, True)
     assert names(here / place) == before | {making.LOCK}
 
 
 def test_a_kill_in_the_last_moment_leaves_a_complete_folder(here: Path) -> None:
-    assert run(zoo_main, "import weights --out out")[0] == 0
+    assert run("import weights --out out")[0] == 0
     (here / "out" / making.LOCK).touch()
-    code, printed = run(zoo_main, "import weights --out out --preset mup")
+    code, printed = run("import weights --out out --preset mup")
     assert (code, "not an empty folder" in printed) == (2, True)
     (here / "out" / making.LOCK).touch()
-    code, printed = run(zoo_main, "import weights --out out")
+    code, printed = run("import weights --out out")
     assert (code, "out is complete" in printed) == (0, True)
     assert names(here / "out") == ENTRIES
     # Without the file the command had ended by itself.
-    assert run(zoo_main, "import weights --out out")[0] == 2
+    assert run("import weights --out out")[0] == 2
 
 
 def test_in_a_bucket_the_mark_alone_tells(bucket: str, here: Path) -> None:
     out = path_of(f"{bucket}/out")
     folders.write_mark(out, COMMAND, ["model.safetensors"], complete=False)
     (out / "model.safetensors").write_bytes(b"half of")
-    code, printed = run(zoo_main, f"export {out} --out again")
+    code, printed = run(f"export {out} --out again")
     assert (code, "`mupax import weights --out out`" in printed) == (2, True)
-    assert run(zoo_main, f"import weights --out {out}")[0] == 0
+    assert run(f"import weights --out {out}")[0] == 0
     assert names(out) == ENTRIES
-    assert run(zoo_main, f"export {out} --out again")[0] == 0
+    assert run(f"export {out} --out again")[0] == 0
 
 
 def test_a_copy_that_a_killed_process_left_is_deleted(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ import pytest
 import tensorstore
 
 from mupax import paths
+from mupax.__main__ import main
 from mupax.paths import plainly_named, storage_url
-from mupax.train.__main__ import main
 from mupax.train.checkpoints import failures, lock, manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.core.state import TrainState
@@ -153,7 +153,7 @@ def train(*words: str) -> tuple[int, str]:
     """Return the exit code of a run, and its errors."""
     err = io.StringIO()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        code = main([*TINY.split(), *words])
+        code = main(["train", *TINY.split(), *words])
     return code, err.getvalue()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.folder import steps
 from mupax.train.run.report import metrics
@@ -79,7 +79,7 @@ def test_a_checkpoint_of_another_run_or_version_is_refused_and_stays(case: str, 
 def command(*words: str) -> Done:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(list(words))
+        code = main(words)
     return Done(code, out.getvalue(), err.getvalue())
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, InitConfig
 from mupax.train.data import cache
-from mupax.zoo.__main__ import main as zoo_main
 from mupax.zoo.configs import ConfigError
 from tests.fixtures.command_line import Capture, refused, started
 
@@ -21,16 +21,16 @@ __all__ = ["started"]  # fixtures
 
 ADDRESSES = [
     (
-        "lm-tiny --workdir s3://bucket/run",
+        "train lm-tiny --workdir s3://bucket/run",
         "--workdir is s3://bucket/run, and s3:// is no folder of this machine and not gs://",
     ),
-    ("lm-tiny --workdir=S3://bucket/run --dry-run", "--workdir is S3://bucket/run"),
-    ("lm-tiny --init-from hf://org/model", "--init-from is hf://org/model"),
-    ("lm-tiny --data.name text:az://bucket/text", "--data.name is text:az://bucket/text"),
-    ("vit-digits --data.name images:s3://bucket/images", "--data.name is images:s3://bucket/images"),
-    ("lm-tiny --data.data-dir s3://bucket/tfds", "--data.data-dir is s3://bucket/tfds"),
-    ("lm-tiny --data.tokenizer https://host/tokenizer.json", "--data.tokenizer is https://host/tokenizer.json"),
-    ("lm-tiny --preset measured:gs://bucket/table.json", "--preset is measured:gs://bucket/table.json"),
+    ("train lm-tiny --workdir=S3://bucket/run --dry-run", "--workdir is S3://bucket/run"),
+    ("train lm-tiny --init-from hf://org/model", "--init-from is hf://org/model"),
+    ("train lm-tiny --data.name text:az://bucket/text", "--data.name is text:az://bucket/text"),
+    ("train vit-digits --data.name images:s3://bucket/images", "--data.name is images:s3://bucket/images"),
+    ("train lm-tiny --data.data-dir s3://bucket/tfds", "--data.data-dir is s3://bucket/tfds"),
+    ("train lm-tiny --data.tokenizer https://host/tokenizer.json", "--data.tokenizer is https://host/tokenizer.json"),
+    ("train lm-tiny --preset measured:gs://bucket/table.json", "--preset is measured:gs://bucket/table.json"),
     ("eval s3://bucket/run", "the path is s3://bucket/run"),
     ("eval nowhere --json gs://bucket/numbers.json", "--json is gs://bucket/numbers.json"),
     ("generate s3://bucket/run --prompt a", "the path is s3://bucket/run"),
@@ -67,14 +67,14 @@ def test_a_bucket_needs_a_package_and_a_name(capsys: Capture, monkeypatch: pytes
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gcsfs" else find(name, *a))
     assert "--workdir: gs://b/r needs the package gcsfs; run `pip install 'mupax[gcs]'`" in refused(
-        capsys, *["lm-tiny", "--workdir", "gs://b/r"]
+        capsys, *["train", "lm-tiny", "--workdir", "gs://b/r"]
     )
     assert "the path: gs:// is no gs://bucket/folder" in refused(capsys, "eval", "gs://")
 
 
 @pytest.mark.parametrize("name", ["[a]", "*", "a?b", "a#b"])
 def test_a_bucket_has_no_place_that_reads_as_a_pattern(name: str, capsys: Capture, started: list[Config]) -> None:
-    assert f"--workdir: gs://b/{name} has " in refused(capsys, "lm-tiny", "--workdir", f"gs://b/{name}")
+    assert f"--workdir: gs://b/{name} has " in refused(capsys, "train", "lm-tiny", "--workdir", f"gs://b/{name}")
     assert not started
 
 
@@ -86,7 +86,7 @@ def test_an_address_is_no_cache_of_data(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_weights_come_from_no_address_and_go_to_none(capsys: Capture) -> None:
     for words in ("import hf://org/model --out here", "export nowhere --out s3://bucket/weights"):
-        assert zoo_main(words.split()) == 2
+        assert main(words.split()) == 2
         assert "is no folder of this machine" in capsys.readouterr().err
 
 

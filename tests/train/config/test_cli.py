@@ -11,8 +11,8 @@ import re
 import pytest
 
 from mupax import command_line
+from mupax.__main__ import main
 from mupax.presets import PRESETS
-from mupax.train.__main__ import COMMANDS, main
 from mupax.train.config import short_help
 from mupax.train.config.cli import Command
 from mupax.train.config.preset import preset_of
@@ -58,12 +58,6 @@ def test_a_word_left_out_has_its_default_beside_flags_of_a_run(capsys: Capture) 
     assert second.startswith("width 32, 4 heads of 8")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help(name: str, capsys: Capture) -> None:
-    assert main([name, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: mupax train {name} ")
-
-
 # What a command line becomes
 
 
@@ -71,7 +65,7 @@ def test_every_command_has_help(name: str, capsys: Capture) -> None:
 def test_a_recipe_alone_is_its_config(name: str, capsys: Capture, started: list[Config]) -> None:
     recipe = RECIPES[name]()
     assert recipe.recipe == name
-    assert main([name]) == 0
+    assert main(["train", name]) == 0
     assert started == [recipe.resolved()]
     assert printed(capsys, name) == recipe.resolved()
 
@@ -96,8 +90,10 @@ def test_the_folder_of_compiled_programs_is_of_the_process_and_no_part_of_a_run(
     sweep.points(*command_line.parse_known(sweep.Sweep, "", words))  # as of every command with a recipe's flags
     assert os.environ["MUPAX_COMPILATION_CACHE"] == "folder"
     capsys.readouterr()
-    assert "gs:// is no folder of this machine" in refused(capsys, "lm-tiny", "--compilation-cache", "gs://bucket/a")
-    assert "did you mean --compilation-cache?" in refused(capsys, "lm-tiny", "--compilation-cash", "none")
+    assert "gs:// is no folder of this machine" in refused(
+        capsys, "train", "lm-tiny", "--compilation-cache", "gs://bucket/a"
+    )
+    assert "did you mean --compilation-cache?" in refused(capsys, "train", "lm-tiny", "--compilation-cash", "none")
 
 
 def test_flags_change_fields(capsys: Capture) -> None:
@@ -135,7 +131,7 @@ def test_a_text_may_begin_with_dashes(capsys: Capture) -> None:
             assert (parsed.prompt, parsed.tokens) == (text, 5)
     # Control: flags of the command are not taken for a text that was left out.
     assert "--prompt needs a value" in refused(capsys, "generate", "run", "--prompt", "--tokens", "5")
-    assert "--data.separator needs a value" in refused(capsys, "lm-tiny", "--data.separator", "--steps", "5")
+    assert "--data.separator needs a value" in refused(capsys, "train", "lm-tiny", "--data.separator", "--steps", "5")
 
 
 def test_the_last_of_a_repeated_flag_counts(capsys: Capture) -> None:
@@ -192,9 +188,9 @@ def test_another_model_by_name(capsys: Capture) -> None:
 
 def test_a_short_run_inside_its_warm_up_is_said(capsys: Capture, started: list[Config]) -> None:
     warmup = ["--optimizer.warmup-steps", "50"]
-    assert main(["lm-tiny", "--steps", "3", *warmup]) == 0
+    assert main(["train", "lm-tiny", "--steps", "3", *warmup]) == 0
     assert "all 3 steps are warm-up, which has 50" in capsys.readouterr().err
-    assert main(["lm-tiny", "--steps", "100", *warmup]) == 0
+    assert main(["train", "lm-tiny", "--steps", "100", *warmup]) == 0
     assert not capsys.readouterr().err
     assert [config.steps for config in started] == [3, 100]
 
@@ -203,7 +199,7 @@ def test_a_short_run_inside_its_warm_up_is_said(capsys: Capture, started: list[C
 
 
 def test_help_lists_recipes(capsys: Capture) -> None:
-    assert main(["--help"]) == 0
+    assert main(["train", "--help"]) == 0
     out = capsys.readouterr().out
     for name, recipe in RECIPES.items():
         assert f"  {name} " in out
@@ -212,7 +208,7 @@ def test_help_lists_recipes(capsys: Capture) -> None:
 
 def listed(capsys: Capture, *words: str) -> set[str]:
     """Return the names, of those before aliases, of the flags that a help lists."""
-    assert main([*words]) == 0
+    assert main(["train", *words]) == 0
     names = {name for names in command_line.flag_names(Command(config=RECIPES[words[0]]())) for name in names[:1]}
     first_lines = re.findall(r"^[│ ] (--?[a-z].*)$", capsys.readouterr().out, re.MULTILINE)
     found_flags = {flag for line in first_lines for flag in re.findall(r"--[\w.-]+", line)}
@@ -245,7 +241,7 @@ def test_help_of_a_section_has_all_of_its_flags_and_no_other(capsys: Capture) ->
     assert by_section == {
         section: {flag for flag in every_flag if short_help.section_of(flag) == section} for section in sections
     }
-    assert "write all, or one of run, model" in refused(capsys, "lm-tiny", "--help", "modell")
+    assert "write all, or one of run, model" in refused(capsys, "train", "lm-tiny", "--help", "modell")
 
 
 def test_help_without_boxes_has_the_flags_in_use_too(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +253,7 @@ def test_help_without_boxes_has_the_flags_in_use_too(capsys: Capture, monkeypatc
 
 def test_a_flag_that_help_leaves_out_still_works(capsys: Capture, started: list[Config]) -> None:
     assert "--model.rotary-fraction" not in short_help.COMMON
-    assert main(["lm-tiny", "--model.rotary-fraction", "0.5", "--faults.spike-deviations", "9"]) == 0
+    assert main(["train", "lm-tiny", "--model.rotary-fraction", "0.5", "--faults.spike-deviations", "9"]) == 0
     (config,) = started
     assert isinstance(config.model, DecoderConfig)
     assert (config.model.rotary_fraction, config.faults.spike_deviations) == (0.5, 9)
@@ -265,7 +261,7 @@ def test_a_flag_that_help_leaves_out_still_works(capsys: Capture, started: list[
 
 @pytest.mark.parametrize("name", ["lm-tiny", "vit-digits"])
 def test_help_all_of_a_recipe_has_every_flag(name: str, capsys: Capture) -> None:
-    assert main([name, "--help", "all"]) == 0
+    assert main(["train", name, "--help", "all"]) == 0
     out = capsys.readouterr().out
     assert [
         flag for flag in command_line.flags(RECIPES[name]()) if f"{flag} " not in out and f"{flag}," not in out
@@ -274,8 +270,9 @@ def test_help_all_of_a_recipe_has_every_flag(name: str, capsys: Capture) -> None
     assert (inspect.getdoc(RECIPES[name]) or "").splitlines()[0] in out
 
 
-def test_no_words_at_all_list_recipes_and_commands(capsys: Capture) -> None:
-    assert main(["--help"]) == 0
+@pytest.mark.parametrize("words", [[], ["train"]])
+def test_no_words_at_all_list_commands_or_recipes(words: list[str], capsys: Capture) -> None:
+    assert main([*words, "--help"]) == 0
     overview = capsys.readouterr().out
-    assert main([]) == 0
+    assert main(words) == 0
     assert capsys.readouterr() == (overview, "")

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.errors import MupaxError
-from mupax.train.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.core
     ],
 )
 def test_a_wrong_first_word(words: str, message: str, capsys: Capture) -> None:
-    assert message in refused(capsys, *words.split())
+    assert message in refused(capsys, "train", *words.split())
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_wrong_first_word(words: str, message: str, capsys: Capture) -> None:
     ],
 )
 def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
-    err = refused(capsys, "lm-tiny", *words.split())
+    err = refused(capsys, "train", "lm-tiny", *words.split())
     assert message in err
     assert "mupax train lm-tiny --help" in err
 
@@ -136,7 +136,7 @@ def test_a_wrong_flag(words: str, message: str, capsys: Capture) -> None:
     ],
 )
 def test_values_that_do_not_fit(words: str, message: str, capsys: Capture, started: list[Config]) -> None:
-    assert message in refused(capsys, "lm-tiny", *words.split())
+    assert message in refused(capsys, "train", "lm-tiny", *words.split())
     assert not started
 
 
@@ -154,7 +154,7 @@ def test_control_the_same_flags_pass_where_they_are_read(capsys: Capture) -> Non
 def test_messages_hold_on_a_terminal_with_colours(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["lm-tiny", "--optimizer.schedule", "sdg"]) == 2
+    assert main(["train", "lm-tiny", "--optimizer.schedule", "sdg"]) == 2
     err = capsys.readouterr().err
     assert "\x1b" not in err
     assert "--optimizer.schedule needs one of 'constant', 'cosine', 'linear', 'wsd', not 'sdg'" in err

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.presets.joint import timescale
-from mupax.train.__main__ import main
 from mupax.train.config.record import to_json
 from mupax.train.config.run import Config
 from mupax.train.run.resume import changes
@@ -96,11 +96,11 @@ def test_under_sde_tokens_of_warm_up_and_timescale_stay_as_the_batch_grows(decay
     ],
 )
 def test_what_cannot_be_is_refused(words: tuple[str, ...], text: str, capsys: Capture):
-    assert text in " ".join(refused(capsys, "lm-tiny", *words).split())
+    assert text in " ".join(refused(capsys, "train", "lm-tiny", *words).split())
 
 
 def test_the_bases_run_bounds_warm_up_under_a_joint_rule(capsys: Capture):
-    text = refused(capsys, *BASE, "--optimizer.warmup-tokens", "1m")
+    text = refused(capsys, "train", *BASE, "--optimizer.warmup-tokens", "1m")
     assert "more than the 819,200 of the base's run" in " ".join(text.split())
 
 

@@ -105,7 +105,7 @@ def test_batches_count_tokens_where_examples_change_their_length(capsys: Capture
     ],
 )
 def test_what_does_not_fit_is_refused(words: str, message: str, capsys: Capture):
-    assert message in refused(capsys, "lm-tiny", *words.split())
+    assert message in refused(capsys, "train", "lm-tiny", *words.split())
 
 
 def test_control_a_batch_below_the_noise_scale_is_not_refused(capsys: Capture):

@@ -10,10 +10,10 @@ import types
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.errors import MupaxError, MupaxFailure
 from mupax.presets import PresetError
 from mupax.train import run as train_run
-from mupax.train.__main__ import main
 from mupax.train.config.run import Config
 from tests.fixtures.calls import calls_of_process
 from tests.fixtures.command_line import HEAVY, Capture, started
@@ -52,7 +52,7 @@ def test_exit_codes(
         raise error
 
     monkeypatch.setattr(sys.modules["mupax.train.run.loop"], "run", run)
-    assert main(["lm-tiny"]) == code
+    assert main(["train", "lm-tiny"]) == code
     err = capsys.readouterr().err
     assert ("Traceback" in err) == traced
     if code == 2:
@@ -62,7 +62,7 @@ def test_exit_codes(
 
 def test_the_code_of_a_run_is_passed_on(monkeypatch: pytest.MonkeyPatch, started: list[Config]) -> None:
     monkeypatch.setattr(sys.modules["mupax.train.run.loop"], "run", lambda config: 1)
-    assert main(["lm-tiny"]) == 1
+    assert main(["train", "lm-tiny"]) == 1
 
 
 def test_dry_run_starts_no_run(monkeypatch: pytest.MonkeyPatch, started: list[Config]) -> None:
@@ -70,7 +70,7 @@ def test_dry_run_starts_no_run(monkeypatch: pytest.MonkeyPatch, started: list[Co
     dryrun = types.SimpleNamespace(run=lambda config: configs.append(config) or 0)
     monkeypatch.setitem(sys.modules, "mupax.train.run.dry_run", dryrun)
     monkeypatch.setattr(train_run, "dry_run", dryrun, raising=False)
-    assert main(["vit-digits", "--dry-run", "--steps", "7"]) == 0
+    assert main(["train", "vit-digits", "--dry-run", "--steps", "7"]) == 0
     assert [config.steps for config in configs] == [7]
     assert not started
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config import checks
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
@@ -158,7 +158,7 @@ def test_a_run_shows_what_it_trains_and_goes_on_only_with_that(tmp_path: Path, m
             "--optimizer.schedule constant --checkpoint.every-steps 2 --workdir out"
         )
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            code = main(["lm-tiny", *tiny.split(), *words])
+            code = main(["train", "lm-tiny", *tiny.split(), *words])
         return code, out.getvalue(), err.getvalue()
 
     frozen = ("--freeze", "token_embedding", "block.mlp.*")

@@ -12,17 +12,14 @@ from pathlib import Path
 import pytest
 
 from mupax import plugins as modules
-from mupax.presets.__main__ import main as presets_main
+from mupax.__main__ import main
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
-from mupax.train.__main__ import main
 from mupax.train.config import plugins
 from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import model_from_json
-from mupax.train.data.__main__ import main as data_main
 from mupax.train.pods import topology
-from mupax.zoo.__main__ import main as zoo_main
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError
 from tests.fixtures.programs import shared_programs
 
@@ -165,11 +162,11 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget(path)
 
 
-def command(*words: str, plugin: str | None = None, entry=main) -> int:
+def command(*words: str, plugin: str | None = None) -> int:
     """Run a command as a process of its own would: nothing of an earlier one is known."""
     forget([*sys.path])
     line = [part for word in words for part in word.split()]
-    return entry([*line, *(["--plugin", plugin] if plugin else [])])
+    return main([*line, *(["--plugin", plugin] if plugin else [])])
 
 
 def written(name: str, folder: Path = Path()) -> None:
@@ -184,17 +181,17 @@ def test_a_run_of_ones_own_extension_is_read_by_every_command(
 ):
     written(name, tmp_path / "code")
     monkeypatch.chdir(tmp_path / "code")
-    assert command(RUNS[name], SHORT, "--workdir ../run", plugin=name) == 0
+    assert command("train", RUNS[name], SHORT, "--workdir ../run", plugin=name) == 0
     record = json.loads(Path("../run/config.json").read_text())
     assert [*record["plugins"]] == [name]
     monkeypatch.chdir(tmp_path)
     # Trained on this account: from any folder, without a flag.
     assert command("eval run --json scores.json") == 0
     assert json.loads(Path("scores.json").read_text())["step"] == 2
-    exported = command("zoo export run --out out".removeprefix("zoo "), entry=zoo_main)
+    exported = command("export run --out out")
     assert exported == (2 if name == "own_pixels" else 0), capsys.readouterr().err
     assert (
-        command(RUNS[name], SHORT, "--steps 3 --resume --workdir run", plugin=None) == 2
+        command("train", RUNS[name], SHORT, "--steps 3 --resume --workdir run", plugin=None) == 2
     )  # its flags name the extension
     capsys.readouterr()
     # Of somebody else: refused in a line that names the flag, before the module's code runs.
@@ -218,7 +215,7 @@ def test_a_run_of_ones_own_extension_is_read_by_every_command(
         ("own_sign", f"plan {RUNS['own_sign']} --chips v5e:4x4 --out plan.json"),
         ("own_bars", f"plan {RUNS['own_bars']} --chips v5e:4x4 --out plan.json"),
         ("own_pixels", "plan own-recipe --chips v5e:4x4 --out plan.json"),
-        ("own_pixels", "own-recipe --print-config"),
+        ("own_pixels", "train own-recipe --print-config"),
     ],
 )
 def test_a_plugin_reaches_studies_and_plans(
@@ -238,20 +235,20 @@ def test_a_plugin_reaches_studies_and_plans(
 
 def test_a_data_set_of_ones_own_is_prepared(fresh: None, capsys: pytest.CaptureFixture[str]):
     written("own_bars")
-    assert command("prepare own-bars", plugin="own_bars", entry=data_main) == 0
+    assert command("data prepare own-bars", plugin="own_bars") == 0
     assert "nothing to prepare" in capsys.readouterr().out
     with Path("own_bars.py").open("a") as file:
         file.write("\ndef prepare(data_dir, note):\n    note('written')\n")
         file.write("\nSOURCES['own-bars'] = SOURCES['own-bars']._replace(prepare='own_bars:prepare')\n")
-    assert command("prepare own-bars", plugin="own_bars", entry=data_main) == 0
+    assert command("data prepare own-bars", plugin="own_bars") == 0
     assert "written" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["own_preset", "own_pixels"])
 def test_presets_and_models_of_ones_own_are_listed(kind: str, fresh: None, capsys: pytest.CaptureFixture[str]):
     written(kind)
-    entry = presets_main if kind == "own_preset" else zoo_main
-    assert command("list", plugin=kind, entry=entry) == 0
+    group = "presets" if kind == "own_preset" else "models"
+    assert command(f"{group} list", plugin=kind) == 0
     assert kind.replace("_", "-") in capsys.readouterr().out
 
 
@@ -273,14 +270,14 @@ def test_a_plugin_that_cannot_be_imported_is_named(
 ):
     if source is not None:
         Path("mine.py").write_text(source)
-    assert main(["vit-digits", "--print-config", *words]) == 2
+    assert main(["train", "vit-digits", "--print-config", *words]) == 2
     sys.modules.pop("mine", None)
     assert named in capsys.readouterr().err
 
 
 def test_a_module_that_adds_nothing_is_told(fresh: None, capsys: pytest.CaptureFixture[str]):
     Path("mine.py").write_text("")
-    assert main(["vit-digits", "--print-config", "--plugin", "mine"]) == 0
+    assert main(["train", "vit-digits", "--print-config", "--plugin", "mine"]) == 0
     sys.modules.pop("mine", None)
     assert "caution: --plugin mine" in capsys.readouterr().err
 
@@ -307,4 +304,4 @@ def test_a_record_cannot_choose_what_is_imported(fresh: None):
 def test_an_entry_point_is_imported(fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     written("own_sign")
     monkeypatch.setattr(plugins, "_entry_points", lambda: ("own_sign",))
-    assert command(RUNS["own_sign"], "--print-config") == 0
+    assert command("train", RUNS["own_sign"], "--print-config") == 0

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import Preset, PresetError, Role
 from mupax.presets.power import axis
-from mupax.train.__main__ import main
 from mupax.train.config.cli import parse
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import OptimizerConfig
@@ -37,7 +37,7 @@ def program_of(*words: str) -> Program:
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """What the run says on its way out, with exit code 2."""
-    assert main(["lm-tiny", *words, "--dry-run"]) == 2
+    assert main(["train", "lm-tiny", *words, "--dry-run"]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert len(err.splitlines()) == 1

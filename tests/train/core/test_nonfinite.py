@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.data.text.batches import TokenData
 from mupax.train.parallel.signals import StopRequest
 from mupax.train.run import loop
@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def train(*words: str) -> Done:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*TINY.split(), *words])
+        code = main(["train", *TINY.split(), *words])
     return Done(code, out.getvalue(), err.getvalue())
 
 

@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.train import data
-from mupax.train.__main__ import main
 from mupax.train.config.data import TransformsConfig
 from mupax.train.config.recipes.laptop import vit_endless
 from mupax.train.config.run import DataConfig
@@ -136,7 +136,7 @@ def test_any_rows_of_a_batch_are_those_of_the_whole_and_another_batch_or_seed_ha
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_one_line_before_work(words: str, message: str, capsys: pytest.CaptureFixture) -> None:
-    assert main(words.split()) == 2
+    assert main(["train", *words.split()]) == 2
     err = capsys.readouterr().err
     assert message in " ".join(err.split())
     assert "Traceback" not in err

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.zoo.configs import DecoderConfig
@@ -117,5 +117,5 @@ def test_tokens_are_exchanged_all_to_all_once_there_and_back_in_both_passes() ->
 def test_a_mesh_that_experts_do_not_fit_says_what_does(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["lm-tiny", "--dry-run", *flags]) == 2
+    assert main(["train", "lm-tiny", "--dry-run", *flags]) == 2
     assert message in capsys.readouterr().err

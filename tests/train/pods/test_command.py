@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import assemble
 from mupax.train.parallel import hardware

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig

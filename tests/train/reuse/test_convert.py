@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 
 TINY = (
     "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 8 "
@@ -28,17 +28,20 @@ def test_a_run_goes_on_in_another_form(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "text.txt").write_text("something to read, again and again. " * 400)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
-    assert main([*TINY.split(), "--workdir", "old", "--steps", "4"]) == 0
+    assert main(["train", *TINY.split(), "--workdir", "old", "--steps", "4"]) == 0
     assert main(["convert", "old", "--form", "mean-field", "--out", "new"]) == 0
     assert "mupax train --resume --workdir new" in capsys.readouterr().out
     before = (tmp_path / "old" / "config.json").read_text()
     # The wrong form is refused, the right one goes on.
-    assert main([*TINY.split(), "--workdir", "new", "--steps", "8", "--resume"]) == 2
+    assert main(["train", *TINY.split(), "--workdir", "new", "--steps", "8", "--resume"]) == 2
     assert "preset.form mean-field, not None" in capsys.readouterr().err
-    assert main([*TINY.split(), "--workdir", "new", "--steps", "8", "--resume", "--preset.form", "mean-field"]) == 0
+    assert (
+        main(["train", *TINY.split(), "--workdir", "new", "--steps", "8", "--resume", "--preset.form", "mean-field"])
+        == 0
+    )
     assert "resuming lm-tiny at step 4 of 8" in capsys.readouterr().out
     assert (tmp_path / "old" / "config.json").read_text() == before
-    assert main([*TINY.split(), "--workdir", "old", "--steps", "8", "--resume"]) == 0
+    assert main(["train", *TINY.split(), "--workdir", "old", "--steps", "8", "--resume"]) == 0
     straight, moved = losses("old"), losses("new")
     steps = [step for step in moved if step > 4]
     assert steps

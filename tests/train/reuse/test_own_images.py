@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from mupax.train.__main__ import main
-from mupax.zoo.__main__ import main as zoo_main
+from mupax.__main__ import main
 from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture
@@ -30,13 +29,13 @@ SMALL = (
 def run(*words: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(list(words))
+        code = main(words)
     return code, out.getvalue(), " ".join(err.getvalue().split())
 
 
 def export(workdir: str, out: str) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        assert zoo_main(["export", workdir, "--out", out]) == 0
+        assert main(["export", workdir, "--out", out]) == 0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,10 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     (kinds / "torn.png").write_bytes((kinds / "grey.png").read_bytes()[:90])
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(path):
         patch.setenv("MUPAX_DATA", str(path / "cache"))
-        words = f"vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir vit"
+        words = f"train vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir vit"
         assert run(*words.split())[0] == 0
         Path("text").mkdir()
-        config = json.loads(run("lm-tiny", "--print-config")[1])
+        config = json.loads(run("train", "lm-tiny", "--print-config")[1])
         Path("text/config.json").write_text(json.dumps({"config": config, "data": {}, "run": "x"}))
         yield path
 
@@ -117,7 +116,7 @@ def test_answers_are_those_of_the_evaluation() -> None:
 
 def test_a_folder_of_hugging_face_and_an_imported_one_answer_alike(hf: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        assert zoo_main(["import", "hf", "--out", "in", "--preset", "mup", "--base", "vit-proxy"]) == 0
+        assert main(["import", "hf", "--out", "in", "--preset", "mup", "--base", "vit-proxy"]) == 0
     first, *rest = (predicted(*words, "digits/3") for words in (["vit", "--no-ema"], ["hf"], ["in"]))
     assert [row["classes"][0]["class"] for row in first].count("3") > len(first) / 2
     for rows in rest:
@@ -257,7 +256,7 @@ def test_the_sources_own_classes_keep_its_readout(tuned: dict[str, Any]) -> None
 def test_weights_without_a_rate_have_one_by_width(hf: Path, tuned: dict[str, Any]) -> None:
     message = "so that matrices move at 5e-5 x 768 / width = 0.0024 under"
     with contextlib.redirect_stdout(io.StringIO()):
-        assert zoo_main(["import", "hf", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
+        assert main(["import", "hf", "--out", "as-mup", "--preset", "mup", "--base", "vit-proxy"]) == 0
     for source, under, peak in (
         ("hf", "sp in absolute form", 0.0024),
         ("as-mup", "mup relative to vit-proxy", 0.0012),
@@ -302,7 +301,7 @@ def test_a_language_model_goes_on_with_its_own_tokens(folder: Path) -> None:
         ("vit no_such --from vit", "no folder no_such; give one that has a folder of images per class"),
         ("lm letters --from vit", "finetune lm is for the family decoder, and"),
         ("letters --from vit --stepz 3", "did you mean --steps"),
-        ("letters --from vit --model.width 32 --steps 2", "train grow"),
+        ("letters --from vit --model.width 32 --steps 2", "mupax grow"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(words: str, message: str, folder: Path, tuned: dict[str, Any]) -> None:
@@ -360,7 +359,7 @@ def coloured(folder: Path) -> str:
                 pixels = draw.integers(0, 90, (8, 8, 3)).astype(np.uint8)
                 pixels[..., channel] += 120
                 Image.fromarray(pixels).save(folder / place / name / f"{place}{i}.png")
-    return f"vit-digits {SMALL} --data.name images:mine --data.eval-examples 2 --optimizer.warmup-steps 1 --workdir coloured"
+    return f"train vit-digits {SMALL} --data.name images:mine --data.eval-examples 2 --optimizer.warmup-steps 1 --workdir coloured"
 
 
 def test_sizes_of_the_model_come_from_the_folder(coloured: str) -> None:
@@ -412,7 +411,7 @@ def test_a_run_of_an_older_version_keeps_how_it_read_images(coloured: str) -> No
     record["config"]["data"]["pixels"] = older
     shutil.copytree("vit", "older")
     Path("older/config.json").write_text(json.dumps(record))
-    words = f"vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir older --resume"
+    words = f"train vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir older --resume"
     code, out, err = run(*words.split())
     assert code == 0, err
 

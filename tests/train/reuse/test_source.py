@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main as train_main
+from mupax.__main__ import main
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import source as pretrained
-from mupax.zoo.__main__ import main
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
@@ -150,7 +149,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(300)))
     with pytest.MonkeyPatch.context() as patch, contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()):
         patch.setenv("MUPAX_DATA", str(folder / "cache"))
-        assert train_main(RUN.split()) == 0
+        assert main(["train", *RUN.split()]) == 0
     return folder / "run"
 
 

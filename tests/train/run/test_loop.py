@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.record import from_json
 from mupax.train.core import compile
 from mupax.train.core.program import Program
@@ -72,7 +72,7 @@ def train(*words: str, recipe: str = "lm-tiny", tiny: str = TINY) -> Done:
     source = ["--data.name", "text:text.txt"] if recipe == "lm-tiny" else []
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([recipe, *source, *tiny.split(), *words])
+        code = main(["train", recipe, *source, *tiny.split(), *words])
     return Done(code, out.getvalue(), err.getvalue())
 
 

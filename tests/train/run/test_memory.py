@@ -16,14 +16,13 @@ import jax
 import pytest
 
 from mupax import memory
+from mupax.__main__ import main
 from mupax.memory import Room
-from mupax.train.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.run import loop, start
-from mupax.zoo.__main__ import main as zoo
 from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture
@@ -48,16 +47,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield path
 
 
-def called(entry: Callable[[list[str]], int], *words: str) -> tuple[int, str]:
+def called(*words: str) -> tuple[int, str]:
     """Exit code and standard error of a command."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
-        code = entry(list(words))
+        code = main(words)
     assert "Traceback" not in err.getvalue()
     return code, " ".join(err.getvalue().split())
 
 
 def train(*words: str) -> tuple[int, str]:
-    return called(main, "lm-tiny", *TINY.split(), *words)
+    return called("train", "lm-tiny", *TINY.split(), *words)
 
 
 @pytest.fixture
@@ -154,33 +153,33 @@ def test_the_check_can_be_turned_off(
 @pytest.mark.parametrize(
     "words",
     [
-        "train eval trained",
-        "train generate trained --prompt def --tokens 2",
-        "zoo export trained --out exported",
+        "eval trained",
+        "generate trained --prompt def --tokens 2",
+        "export trained --out exported",
         "train lm-tiny --init-from trained --workdir started",
-        "train sweep lm-tiny --lr 2^-8:2^-7:2 --out swept",
-        "train check lm-tiny --grow width --sizes 3 --seeds 1",
-        "train noise trained",
-        "train convert trained --form mean-field --out converted",
+        "sweep lm-tiny --lr 2^-8:2^-7:2 --out swept",
+        "check lm-tiny --grow width --sizes 3 --seeds 1",
+        "noise trained",
+        "convert trained --form mean-field --out converted",
     ],
 )
 def test_every_command_that_takes_memory_refuses_to_start_without(
     words: str, trained: str, limited: Callable[[float], None]
 ) -> None:
-    command, *rest = words.split()
+    typed = words.split()
     limited(1000)
-    flags = TINY.replace("--workdir", "").split() if {"lm-tiny"} & {*rest} and "check" not in rest else []
-    code, err = called(main if command == "train" else zoo, *rest, *flags)
+    flags = TINY.replace("--workdir", "").split() if {"lm-tiny"} & {*typed} and "check" not in typed else []
+    code, err = called(*typed, *flags)
     assert (code, "out of memory" in err) == (2, True), err
 
 
 def test_an_import_and_many_samples_are_refused(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert called(zoo, "export", trained, "--out", "weights")[0] == 0
+    assert called("export", trained, "--out", "weights")[0] == 0
     monkeypatch.setattr(memory, "room", lambda: Room(10_000, "`ulimit -v`"))
-    code, err = called(zoo, "import", "weights", "--out", "imported")
+    code, err = called("import", "weights", "--out", "imported")
     assert (code, "`ulimit -v`" in err) == (2, True), err
     monkeypatch.setattr(memory, "room", lambda: Room(10_000_000, "`ulimit -v`"))
-    code, err = called(main, "generate", trained, "--prompt", "def", "--samples", "100000")
+    code, err = called("generate", trained, "--prompt", "def", "--samples", "100000")
     assert (code, "--samples" in err) == (2, True), err
 
 

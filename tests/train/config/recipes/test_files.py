@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import to_json
@@ -31,13 +31,13 @@ def test_what_print_config_prints_is_the_run_again(
 ) -> None:
     path = tmp_path / f"run.{ending}"
     words = FLAGS.split()
-    assert main(["vit-digits", *words, "--print-config"]) == 0
+    assert main(["train", "vit-digits", *words, "--print-config"]) == 0
     path.write_text(capsys.readouterr().out)  # JSON is YAML
-    assert main(["--config", str(path), "--steps", "9", "--print-config"]) == 0
+    assert main(["train", "--config", str(path), "--steps", "9", "--print-config"]) == 0
     again = json.loads(capsys.readouterr().out)
     config = to_json(cli.parse("vit-digits", RECIPES["vit-digits"], words).config)
     assert again == {**config, "steps": 9, "workdir": "runs/vit-digits"}
-    assert main([f"--config={path}", "--steps", "9", "--print-config"]) == 0
+    assert main(["train", f"--config={path}", "--steps", "9", "--print-config"]) == 0
     assert json.loads(capsys.readouterr().out) == again
 
 
@@ -90,7 +90,7 @@ def test_a_file_stands_in_a_recipes_place_in_every_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nsteps: 12\nmodel: {width: 32, depth: 1}\n")
-    assert main([command, *written.format("mine.yaml", DRY[command]).split()]) == 0
+    assert main(["train", command, *written.format("mine.yaml", DRY[command]).split()]) == 0
     assert "12 steps" in capsys.readouterr().out or command == "check"
 
 
@@ -99,8 +99,8 @@ def test_a_file_stands_in_a_recipes_place_where_one_model_is_read(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {depth: 1}\n")
-    assert main(["roles", "--config", "mine.yaml"]) == 0
-    assert main(["balance", "mine.yaml", "--out", "no-such-folder/b.json"]) == 2
+    assert main(["models", "roles", "--config", "mine.yaml"]) == 0
+    assert main(["presets", "balance", "mine.yaml", "--out", "no-such-folder/b.json"]) == 2
     assert "no-such-folder" in capsys.readouterr().err  # the file was read
     assert main(["compile", "--config", "mine.yaml", "--topology", "v0:2x2"]) == 2
     assert "v0" in capsys.readouterr().err
@@ -112,14 +112,14 @@ def test_a_wrong_file_is_named_by_every_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {widht: 32}\n")
-    assert main([command, "--config", "mine.yaml", *DRY[command].split()]) == 2
+    assert main(["train", command, "--config", "mine.yaml", *DRY[command].split()]) == 2
     err = capsys.readouterr().err
     assert "mine.yaml" in err
     assert "model.widht" in err
     assert "model.width" in err
-    assert main([command, "none.yaml", *DRY[command].split()]) == 2
+    assert main(["train", command, "none.yaml", *DRY[command].split()]) == 2
     assert "none.yaml" in capsys.readouterr().err
-    assert main([command, "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
+    assert main(["train", command, "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
     err = capsys.readouterr().err
     assert "lm-tiny" in err
     assert "mine.yaml" in err
@@ -188,7 +188,7 @@ def test_a_wrong_mixture_names_the_file_and_the_key(
 ) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(f"recipe: lm-tiny\ndata:\n  {data}\n")
-    assert main(["--config", str(path), "--print-config"]) == 2
+    assert main(["train", "--config", str(path), "--print-config"]) == 2
     err = capsys.readouterr().err
     assert str(path) in err
     assert key in err
@@ -219,14 +219,14 @@ def test_a_wrong_file_is_one_message_with_its_name(
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
-    assert main(["--config", str(tmp_path / name), "--dry-run"]) == 2
+    assert main(["train", "--config", str(tmp_path / name), "--dry-run"]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert len(err.splitlines()) <= 2
 
 
 def test_a_missing_path_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--config"]) == 2
+    assert main(["train", "--config"]) == 2
     assert "--config PATH: write a file that ends in .json, .yaml, .yml" in capsys.readouterr().err
 
 
@@ -237,5 +237,5 @@ def test_a_runs_folder_is_told_its_config(tmp_path: Path, capsys: pytest.Capture
     assert main(["sweep", str(config), "--dry-run"]) == 0  # a byte order mark is no part of it
     capsys.readouterr()
     for words in (["--config", str(config.parent), "--dry-run"], ["sweep", str(config.parent), "--dry-run"]):
-        assert main(words) == 2
+        assert main(["train", *words]) == 2
         assert f"--config '{config}'" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.costs import fit
@@ -36,7 +36,7 @@ def advice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
 
     def run(limit: float, flags: str = FLAGS) -> str | None:
         monkeypatch.setattr(fit, "room", lambda device: int(limit))
-        assert main(["lm-tiny", *flags.split(), "--dry-run"]) == 0
+        assert main(["train", "lm-tiny", *flags.split(), "--dry-run"]) == 0
         row = re.search(r"^ (does not fit|fits) +(.*)$", capsys.readouterr().out, re.M)
         assert row
         return row[2] if row[1] == "does not fit" else None
@@ -86,11 +86,11 @@ def test_a_dry_run_for_devices_that_are_not_here_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["lm-tiny", "--model.depth", "2", "--data.batch-size", "16", "--mesh.fsdp", "16"]
-    assert main([*words, "--dry-run"]) == 0
+    assert main(["train", *words, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "fsdp 16 (cpu); 8 of them are not here, where a run would be refused" in printed
     assert "for activations and gradients, estimated from the step of one" in printed
-    assert main(words) == 2
+    assert main(["train", *words]) == 2
     assert "the mesh needs a multiple of 16 devices (fsdp 16); there are 8" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState, averaged
@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def train(*words: str) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main(["lm-tiny", *TINY.split(), "--log.no-samples", *words])
+        code = main(["train", "lm-tiny", *TINY.split(), "--log.no-samples", *words])
     return code, out.getvalue(), err.getvalue()
 
 

@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from mupax.__main__ import main
 from mupax.train import data
-from mupax.train.__main__ import main
 from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.chats import templates
@@ -383,7 +383,7 @@ def test_the_flags_are_of_chats_and_messages_are_no_text(
 ) -> None:
     write(tmp_path)
     words = ["lm-tiny", "--workdir", str(tmp_path / "run"), "--data.name"]
-    assert main([*words, f"text:{tmp_path / 'a.jsonl'}", "--data.loss-on", "all"]) == 2
+    assert main(["train", *words, f"text:{tmp_path / 'a.jsonl'}", "--data.loss-on", "all"]) == 2
     assert "--data.loss-on is not read with the data text:" in capsys.readouterr().err
-    assert main([*words, f"records:{tmp_path / 'a.jsonl'}"]) == 2
+    assert main(["train", *words, f"records:{tmp_path / 'a.jsonl'}"]) == 2
     assert "but messages of a chat; write data.name chat:PATH" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from PIL import Image
 from pyarrow import parquet
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
+from mupax.__main__ import main
 from mupax.train import data
 from mupax.train.config.data import LimitsConfig
-from mupax.train.data.__main__ import main as data_main
 from mupax.train.data.records import bounds, tables
 from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.records.tables import Table
@@ -36,7 +36,7 @@ GOOD = b"".join(json.dumps({"text": f"number {i}"}).encode() + b"\n" for i in ra
 
 
 def prepare(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    code = data_main(["prepare", *words])
+    code = main(["data", "prepare", *words])
     printed = capsys.readouterr()
     return code, printed.out + printed.err
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.train import data
-from mupax.train.data.__main__ import main
 from mupax.train.data.sources import cifar5m
 from mupax.zoo import configs
 from mupax.zoo.configs import ViTConfig
@@ -176,7 +176,7 @@ def test_cifar5m_needs_its_size(tmp_path: Path) -> None:
 
 
 def test_command_on_cifar5m(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "cifar5m", "--data-dir", str(tmp_path)]) == 2
+    assert main(["data", "prepare", "cifar5m", "--data-dir", str(tmp_path)]) == 2
     assert "cifar5m needs part0.npz" in capsys.readouterr().err
     parts(tmp_path)
-    assert main(["prepare", "cifar5m", "--data-dir", str(tmp_path)]) == 0
+    assert main(["data", "prepare", "cifar5m", "--data-dir", str(tmp_path)]) == 0

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.train import data
-from mupax.train.__main__ import main
 from mupax.train.config.recipes.laptop import vit_fashion
 from mupax.train.config.run import DataConfig
 from mupax.train.data.sources import idx
@@ -60,7 +60,7 @@ def test_what_is_missing_is_named_with_the_command_that_brings_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(f"vit-fashion --data.data-dir {tmp_path}".split()) == 2
+    assert main(f"train vit-fashion --data.data-dir {tmp_path}".split()) == 2
     err = " ".join(capsys.readouterr().err.split())
     assert f"Fashion-MNIST is not in {tmp_path}; `apt-get install dataset-fashion-mnist` puts it" in err
     with pytest.raises(data.DataError, match=r"no file .*train-images-idx3-ubyte or train-images-idx3-ubyte\.gz"):

@@ -17,10 +17,10 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
+from mupax.__main__ import main
 from mupax.train import data
 from mupax.train.config.run import DataConfig
 from mupax.train.data import images
-from mupax.train.data.__main__ import main
 from mupax.train.data.records import builders
 from mupax.train.data.sources import published
 from mupax.train.data.text import denoising
@@ -257,7 +257,7 @@ def test_missing_data_is_said_at_once(tmp_path: Path, name: str, message: str, m
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "removed"])
 def test_damaged_records_are_noticed(tmp_path: Path, damage: str) -> None:
-    main(["prepare", "digits", "--data-dir", str(tmp_path)])
+    main(["data", "prepare", "digits", "--data-dir", str(tmp_path)])
     (shard,) = tmp_path.glob("digits/*/*array_record*")
     content = bytearray(shard.read_bytes())
     content[len(content) // 3] ^= 1
@@ -275,7 +275,7 @@ def test_damaged_records_are_noticed(tmp_path: Path, damage: str) -> None:
 
 
 def test_command_prepares_what_a_run_then_finds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "digits", "--data-dir", str(tmp_path)]) == 0
+    assert main(["data", "prepare", "digits", "--data-dir", str(tmp_path)]) == 0
     assert "digits is prepared in" in capsys.readouterr().out
     notes: list[str] = []
     load("digits", tmp_path, configs.get("vit-tiny"), notes)
@@ -289,11 +289,11 @@ def test_a_prepared_data_set_is_suggested_once(tmp_path: Path) -> None:
 
 
 def test_command_on_unknown_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prepare", "cifar100000", "--data-dir", str(tmp_path)]) == 2
+    assert main(["data", "prepare", "cifar100000", "--data-dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "did you mean" in error
     assert "cifar100" in error
-    assert main(["frepare", "digits"]) == 2
+    assert main(["data", "frepare", "digits"]) == 2
     assert "did you mean prepare?" in capsys.readouterr().err
 
 
@@ -304,7 +304,7 @@ def test_command_reports_what_tfds_says(
         raise AssertionError("Manual directory does not exist or is empty.\nPut ILSVRC2012_img_train.tar there.")
 
     monkeypatch.setattr(tfds, "builder", refuse)
-    assert main(["prepare", "imagenet2012", "--data-dir", str(tmp_path)]) == 1
+    assert main(["data", "prepare", "imagenet2012", "--data-dir", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "Put ILSVRC2012_img_train.tar there." in error
     assert len(error.splitlines()) <= 10
@@ -318,7 +318,7 @@ def test_command_without_a_network(
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     monkeypatch.setattr(urllib.request, "getproxies", dict)
-    assert main(["prepare", "mnist", "--data-dir", str(tmp_path)]) == 1
+    assert main(["data", "prepare", "mnist", "--data-dir", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert "storage.googleapis.com cannot be reached: Name or service not known" in error
     assert "Run this where there is a network" in error
@@ -359,5 +359,5 @@ def test_no_module_of_a_data_set_is_imported(
         return
     (tmp_path / "mnist").mkdir()
     folder.rename(tmp_path / "mnist" / "3.0.1")
-    assert main(["prepare", "mnist", "--data-dir", str(tmp_path)]) == 2
+    assert main(["data", "prepare", "mnist", "--data-dir", str(tmp_path)]) == 2
     assert "features.json" in capsys.readouterr().err

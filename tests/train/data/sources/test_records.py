@@ -14,7 +14,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.data import DataError
 from mupax.train.data import __main__ as data_command
 from mupax.train.data.records import corpus, lines, splits, tables, user_files
@@ -313,7 +313,7 @@ def test_as_a_user_types_it(
     write_as(tmp_path / "docs.jsonl.zst", TEXTS * 3)
     command, *rest = words.split()
     with contextlib.chdir(tmp_path):
-        done = data_command.main(["prepare", *rest]) if command == "prepare" else main(["lm-tiny", *rest])
+        done = data_command.main(["prepare", *rest]) if command == "prepare" else main(["train", "lm-tiny", *rest])
     out, err = capfd.readouterr()
     assert done == code
     assert message in " ".join((err if code else out).split())

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.train import data
-from mupax.train.__main__ import main
 from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.records import corpus
@@ -365,16 +365,16 @@ def test_a_run_goes_on_exactly(
     words = f"lm-tiny --data.name records:{folder} --data.stream --steps 6 {sizes} --log.no-tensorboard --log.no-samples".split()
     words += ["--checkpoint.every-steps", "2", "--checkpoint.keep", "3"]
     words += ["--workdir", str(tmp_path / "run")]
-    assert main(words) == 0
+    assert main(["train", *words]) == 0
     before = losses(tmp_path / "run")
     assert sorted(before) == [1, 2, 3, 4, 5, 6]
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "elsewhere"))
-    assert main([*words, "--resume", "--resume-from", "2"]) == 0
+    assert main(["train", *words, "--resume", "--resume-from", "2"]) == 0
     assert losses(tmp_path / "run") == before
     with (folder / "train-0.jsonl").open("a") as file:
         file.write('{"text": "another record"}\n')
     capsys.readouterr()
-    assert main([*words, "--resume", "--resume-from", "4"]) == 2
+    assert main(["train", *words, "--resume", "--resume-from", "4"]) == 2
     assert "--resume-change data" in capsys.readouterr().err
 
 

@@ -18,8 +18,8 @@ import tokenizers.models
 import tokenizers.normalizers
 import tokenizers.pre_tokenizers
 
+from mupax.__main__ import main
 from mupax.train import data
-from mupax.train.__main__ import main
 from mupax.train.config.data import DataConfig
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import assemble
@@ -263,7 +263,7 @@ def test_what_has_no_documents_is_refused(folder: Path, capsys: Capture) -> None
         ): "rotary, which tell",
         ("ed-tiny", "--data.document-mask"): "data.document_mask is for a decoder",
     }.items():
-        assert message in refused(capsys, *argv)
+        assert message in refused(capsys, "train", *argv)
     config = config_of(folder, mesh=MeshConfig(data=4, sequence=2), attention="ring", document_mask=True)
     windowed = dataclasses.replace(config, model=dataclasses.replace(config.model, window=32))
     with pytest.raises(ConfigError, match=r"ring: parts of keys go round whole, and model\.window 32"):
@@ -277,7 +277,7 @@ def test_a_run_whose_keys_go_round_has_the_losses_of_one_that_splits_examples(fo
 
     def losses(name: str, *flags: str) -> list[float]:
         argv = ["lm-tiny", "--data.name", f"records:{folder}/records.jsonl", *shape.split()]
-        assert main([*argv, *flags, "--workdir", str(folder / name)]) == 0
+        assert main(["train", *argv, *flags, "--workdir", str(folder / name)]) == 0
         rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
         return [row[key] for row in rows for key in ("loss", "eval_loss") if key in row]
 

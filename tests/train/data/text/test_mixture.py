@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.train import data
-from mupax.train.__main__ import main
 from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.mix import BLOCK, parts
@@ -177,7 +177,7 @@ def test_bad_words_get_one_message(
     mix: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["lm-tiny", "--steps", "2", "--optimizer.warmup-steps", "1", "--data.mix", *_split(mix)]) == 2
+    assert main(["train", "lm-tiny", "--steps", "2", "--optimizer.warmup-steps", "1", "--data.mix", *_split(mix)]) == 2
     [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
     assert message in error
 

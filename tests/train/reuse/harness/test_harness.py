@@ -1,4 +1,4 @@
-"""`train eval --tasks` with the lm-eval harness itself, on three tasks of files beside this one; `make parity` installs the harness."""
+"""`eval --tasks` with the lm-eval harness itself, on three tasks of files beside this one; `make parity` installs the harness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.reuse.harness import tasks
 from mupax.train.reuse.harness.texts import Texts
 from tests.train.reuse.harness.test_texts import DECODER

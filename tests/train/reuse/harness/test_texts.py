@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.reuse import runs
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.harness.texts import TextError, Texts
@@ -88,7 +88,7 @@ def test_a_rolling_text_has_every_token_once(texts: Texts, logprobs: Any) -> Non
 
 
 def test_our_evaluation_says_the_same(texts: Texts, weights: Path) -> None:
-    """The loss of `train eval` over windows of a run's evaluation is that of rolling texts of one window each."""
+    """The loss of `eval` over windows of a run's evaluation is that of rolling texts of one window each."""
     run = opened.find(weights, None, None, tokenizer="bytes")
     program = runs.on_one_device(
         dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, batch_size=2))

@@ -1,4 +1,4 @@
-"""The model card of `zoo export`: its licence, what the run's evaluation measured at the step, and the study of a tuned preset."""
+"""The model card of `export`: its licence, what the run's evaluation measured at the step, and the study of a tuned preset."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mupax.presets.__main__ import main as presets_main
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.reuse.huggingface import licences
-from mupax.zoo.__main__ import main as zoo_main
 
 TINY = (
     "lm-tiny --data.name text:secret/text.txt --model.width 32 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
@@ -23,10 +21,10 @@ TINY = (
 STUDY = "mup:lm-python-v1"
 
 
-def called(run, *words: str) -> tuple[int, str, str]:
+def called(*words: str) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(list(words))
+        code = main(words)
     return code, out.getvalue(), " ".join(err.getvalue().split())
 
 
@@ -42,14 +40,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "tuned": ["--preset", STUDY],
             "other": ["--preset", STUDY, "--optimizer.peak-lr", "0.001", "--ema.decay", "0.9"],
         }.items():
-            code, _, err = called(main, *TINY.split(), *words, "--workdir", name)
+            code, _, err = called("train", *TINY.split(), *words, "--workdir", name)
             assert code == 0, err
         yield path
 
 
 def card(run: str, *words: str) -> str:
     out = f"out{len(os.listdir())}"
-    code, output, err = called(zoo_main, "export", run, "--out", out, *words)
+    code, output, err = called("export", run, "--out", out, *words)
     assert code == 0, err
     assert ("the model card states no licence" in output) == ("--licence" not in words)
     return Path(out, "README.md").read_text()
@@ -90,7 +88,7 @@ def test_of_a_moving_average_it_is_said_and_without_a_row_that_there_is_none(fol
 def test_a_tuned_preset_has_its_study_in_the_card(folder: Path) -> None:
     text = card("tuned")
     section = text.partition("## Tuned preset")[2].partition("##")[0]
-    code, out, _ = called(presets_main, "tuned", STUDY)
+    code, out, _ = called("presets", "tuned", STUDY)
     assert code == 0
     out = " ".join(out.split())
     assert f"`{STUDY}`" in section
@@ -136,7 +134,7 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
 def test_an_unknown_licence_is_refused_with_the_nearest_before_anything_is_written(
     folder: Path, typed: str, message: str
 ) -> None:
-    code, _, err = called(zoo_main, "export", "tuned", "--out", "refused", "--licence", typed)
+    code, _, err = called("export", "tuned", "--out", "refused", "--licence", typed)
     assert (code, message in err, Path("refused").exists()) == (2, True, False), err
 
 

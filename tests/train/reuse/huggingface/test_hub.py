@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.data import PixelsConfig
 from mupax.train.reuse import source
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.image_input import ImageInput
-from mupax.zoo.__main__ import main as zoo
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface.tensorfile import SINGLE
@@ -129,12 +128,12 @@ def test_import_takes_a_name_and_keeps_what_lies_beside_the_weights(hub: ModelHu
         Path("gpt", name).write_text("{}")
     Path("gpt", "chat_template.jinja").write_text("{{ messages }}")
     hub.add("me/chat", Path("gpt"))
-    assert zoo(["import", "me/chat", "--out", "in"]) == 0
+    assert main(["import", "me/chat", "--out", "in"]) == 0
     assert all(
         Path("in", name).read_bytes() == Path("gpt", name).read_bytes() for name in (*names, "chat_template.jinja")
     )
     assert not Path("in", "tokenizer.model").exists()  # nothing here reads it
-    assert zoo(["import", "me/vit", "--revision", "other", "--out", "other-in"]) == 0
+    assert main(["import", "me/vit", "--revision", "other", "--out", "other-in"]) == 0
     assert Path("other-in", "preprocessor_config.json").is_file()
 
 

@@ -1,4 +1,4 @@
-"""`train push` against a server that answers as the hub does: what is sent, as whom, and what is refused before it."""
+"""`push` against a server that answers as the hub does: what is sent, as whom, and what is refused before it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from mupax.train.__main__ import main
-from mupax.zoo.__main__ import main as zoo_main
+from mupax.__main__ import main
 from tests.train.reuse.test_source import published
 
 TOKEN = "hf_of_a_test"
@@ -173,13 +172,13 @@ def test_what_links_lead_to_is_not_taken_along_with_imported_weights(hub: Hub) -
     Path("weights", "vocab.txt").symlink_to("../secret")
     err = io.StringIO()
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-        assert zoo_main(["import", "weights", "--out", "in"]) == 2
+        assert main(["import", "weights", "--out", "in"]) == 2
     assert "vocab.txt" in err.getvalue()
 
 
 def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
-        assert zoo_main(["import", "weights", "--out", "mup", "--preset", "mup", "--base", "lm-proxy"]) == 0
+        assert main(["import", "weights", "--out", "mup", "--preset", "mup", "--base", "lm-proxy"]) == 0
     code, out, err = push("mup --to me/model --public")
     assert code == 0, err
     assert (hub.private, err) == ({"me/model": False}, "")

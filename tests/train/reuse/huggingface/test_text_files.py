@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, processors
 
-from mupax.train.__main__ import main as train
+from mupax.__main__ import main
 from mupax.train.data.chats import templates
 from mupax.train.data.text import named_tokenizers
 from mupax.train.reuse import pretrained, runs
@@ -27,7 +27,6 @@ from mupax.train.reuse.generate import opened
 from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.serve.command import Serve, opened_service
-from mupax.zoo.__main__ import main as zoo
 from mupax.zoo.configs import DecoderConfig
 from tests.train.checkpoints.test_assets import of_an_older_version
 from tests.train.reuse.test_source import published
@@ -72,7 +71,7 @@ def without_separator(path: Path) -> None:
     path.write_text(path.read_text().replace("<|endoftext|>", "<<fin>>"))
 
 
-def called(main: Any, *words: Any) -> tuple[int, str]:
+def called(*words: Any) -> tuple[int, str]:
     """Exit code and all that was printed."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -80,8 +79,8 @@ def called(main: Any, *words: Any) -> tuple[int, str]:
     return code, out.getvalue()
 
 
-def done(main: Any, *words: Any) -> str:
-    code, out = called(main, *words)
+def done(*words: Any) -> str:
+    code, out = called(*words)
     assert code == 0, out
     return out
 
@@ -102,7 +101,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
             (texts / f"{name}.txt").write_text(f"the cat {name} sat on the mat and the dog ran. " * 30)
         save_tokenizer(Path("said.json"), "<|im_end|>", "<s>", "<pad>", begin="<s>")
         done(
-            train,
+            "train",
             "lm-tiny --data.name text:texts --data.tokenizer said.json --data.separator <|im_end|>",
             TINY,
             "--workdir said",
@@ -110,7 +109,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
         save_tokenizer(Path("odd.json"))
         without_separator(Path("odd.json"))
         done(
-            train,
+            "train",
             "lm-tiny --data.name text:texts --data.tokenizer odd.json --data.separator <<fin>>",
             TINY,
             "--workdir odd",
@@ -120,7 +119,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Any:
         save_tokenizer(Path("chat.json"), "<|im_start|>", "<|im_end|>")
         Path("chatml.jinja").write_text(CHATML)
         words = "lm-tiny --data.name chat:talks.jsonl --data.tokenizer chat.json --data.chat-template chatml.jinja"
-        done(train, words, TINY, "--workdir chat")
+        done("train", words, TINY, "--workdir chat")
         yield folder
 
 
@@ -135,7 +134,7 @@ def token_id(path: str, token: str) -> int:
 
 def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_left_out(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    output = done(zoo, "export said --out", out)
+    output = done("export said --out", out)
     end, pad = token_id("said.json", "<|im_end|>"), token_id("said.json", "<pad>")
     ids = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": pad}
     assert fields(out / "config.json").items() >= ids.items()
@@ -149,54 +148,52 @@ def test_a_runs_separator_ends_its_texts_and_a_begin_token_that_it_never_saw_is_
     # What is exported writes as the run does: after the same prompt, and after an empty one.
     for prompt in ("the", "''"):
         texts = [
-            done(train, "generate", path, "--temperature 0 --tokens 5 --prompt", prompt)
-            .partition(":")[0]
-            .splitlines()[0]
+            done("generate", path, "--temperature 0 --tokens 5 --prompt", prompt).partition(":")[0].splitlines()[0]
             for path in ("said", out)
         ]
         assert texts[0] == texts[1]
 
 
 def test_a_tokenizer_without_added_tokens_is_copied_to_the_byte(tmp_path: Path) -> None:
-    output = done(zoo, "export odd --out", tmp_path / "out")
+    output = done("export odd --out", tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == Path("odd.json").read_bytes()
     assert "never" not in output  # the control
 
 
 def test_an_end_token_of_an_unusual_name_is_exported_and_found_again(tmp_path: Path) -> None:
-    done(zoo, "export odd --out", tmp_path / "out")
+    done("export odd --out", tmp_path / "out")
     end = token_id("odd.json", "<<fin>>")
     assert fields(tmp_path / "out" / "config.json")["eos_token_id"] == end
     assert fields(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<<fin>>"
-    done(zoo, "import", tmp_path / "out", "--out", tmp_path / "in")
+    done("import", tmp_path / "out", "--out", tmp_path / "in")
     for path in ("out", "in"):
         run = opened.find(tmp_path / path, None, None)
         assert opened.tokenizer_of(run).separator == end
-        done(train, "generate", tmp_path / path, "--tokens 3 --prompt the")
+        done("generate", tmp_path / path, "--tokens 3 --prompt the")
     (tmp_path / "out" / "tokenizer_config.json").unlink()  # config.json alone says it then
     assert opened.tokenizer_of(opened.find(tmp_path / "out", None, None)).separator == end
 
 
 def test_weights_with_a_file_of_an_unusual_end_say_how_to_name_it(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
-    code, output = called(zoo, "export", origin, "--tokenizer odd.json --out", tmp_path / "none")
+    code, output = called("export", origin, "--tokenizer odd.json --out", tmp_path / "none")
     assert (code, "--separator" in output) == (2, True)
-    done(zoo, "export", origin, "--tokenizer odd.json --separator <<fin>> --out", tmp_path / "out")
+    done("export", origin, "--tokenizer odd.json --separator <<fin>> --out", tmp_path / "out")
     assert fields(tmp_path / "out" / "config.json")["eos_token_id"] == token_id("odd.json", "<<fin>>")
-    code, output = called(zoo, "export odd --separator <<fin>> --out", tmp_path / "none")
+    code, output = called("export odd --separator <<fin>> --out", tmp_path / "none")
     assert (code, "--separator" in output) == (2, True)
 
 
 def test_a_chat_run_ends_with_its_answers_end_and_has_its_template(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done(zoo, "export chat --out", out)
+    done("export chat --out", out)
     end, between = token_id("chat.json", "<|im_end|>"), token_id("chat.json", "<|endoftext|>")
     for name in ("config.json", "generation_config.json"):
         assert fields(out / name).items() >= {"eos_token_id": end, "bos_token_id": between}.items()
     assert fields(out / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
     assert (out / "chat_template.jinja").read_text() == CHATML
     assert "apply_chat_template" in (out / "README.md").read_text()
-    done(zoo, "import", out, "--out", tmp_path / "in")
+    done("import", out, "--out", tmp_path / "in")
     for path in (out, tmp_path / "in"):
         # Documents are still parted by the run's separator, and answers end where the run's do.
         assert opened.tokenizer_of(opened.find(path, None, None)).separator == between
@@ -215,7 +212,7 @@ def test_a_template_that_is_gone_is_said(tmp_path: Path) -> None:
     record = fields(tmp_path / "chat" / "config.json")
     record["config"]["data"]["chat_template"] = str(tmp_path / "none.jinja")
     (tmp_path / "chat" / "config.json").write_text(json.dumps(record))
-    output = done(zoo, "export", tmp_path / "chat", "--out", tmp_path / "out")
+    output = done("export", tmp_path / "chat", "--out", tmp_path / "out")
     assert "none.jinja" in output
     assert not (tmp_path / "out" / "chat_template.jinja").exists()
 
@@ -272,9 +269,9 @@ def llama(work: Path) -> Path:
 
 
 def test_import_and_export_keep_what_lies_beside_weights(llama: Path, tmp_path: Path) -> None:
-    output = done(zoo, "import", llama, "--out", tmp_path / "in --preset mup --base lm-proxy")
+    output = done("import", llama, "--out", tmp_path / "in --preset mup --base lm-proxy")
     assert "tokenizer.json" in output
-    done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    done("export", tmp_path / "in", "--out", tmp_path / "out")
     names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
     for name in names:
         for folder in ("in", "out"):
@@ -285,9 +282,9 @@ def test_import_and_export_keep_what_lies_beside_weights(llama: Path, tmp_path: 
 
 
 def test_an_imported_folder_needs_no_flags(llama: Path, tmp_path: Path) -> None:
-    done(zoo, "import", llama, "--out", tmp_path / "in")
+    done("import", llama, "--out", tmp_path / "in")
     texts = [
-        done(train, "generate", path, "--temperature 0 --tokens 6 --prompt the").splitlines()[0]
+        done("generate", path, "--temperature 0 --tokens 6 --prompt the").splitlines()[0]
         for path in (llama, tmp_path / "in")
     ]
     assert texts[0] == texts[1]
@@ -298,29 +295,28 @@ def test_an_imported_folder_needs_no_flags(llama: Path, tmp_path: Path) -> None:
     finally:
         service.close()
     done(
-        train,
         "finetune lm talks.jsonl --from",
         tmp_path / "in",
         "--steps 1 --workdir",
         tmp_path / "tuned",
         "--log.no-tensorboard --data.batch-size 8 --data.eval-examples 8",
     )
-    done(zoo, "export", tmp_path / "tuned", "--out", tmp_path / "out")
+    done("export", tmp_path / "tuned", "--out", tmp_path / "out")
     assert fields(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
 
 
 def test_a_run_from_weights_reads_their_tokens(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "hf")
     words = ["lm-tiny --data.name text:texts", TINY, "--init-from", tmp_path / "hf", "--workdir"]
-    done(train, *words, tmp_path / "run")
+    done("train", *words, tmp_path / "run")
     data = fields(tmp_path / "run" / "config.json")["config"]["data"]
     assert (data["tokenizer"], data["separator"]) == (str(tmp_path / "hf" / "tokenizer.json"), None)
     shutil.rmtree(tmp_path / "hf")  # a run that goes on has a copy
-    done(train, *words, tmp_path / "run", "--resume --steps 2 --resume-change schedule")
-    done(zoo, "export odd --out", tmp_path / "out")
+    done("train", *words, tmp_path / "run", "--resume --steps 2 --resume-change schedule")
+    done("export odd --out", tmp_path / "out")
     # The control: another vocabulary is another text.
     words = ["lm-tiny --data.name text:texts", TINY, "--init-from", tmp_path / "out", "--workdir"]
-    done(train, *words, tmp_path / "other", "--model.vocab-size 256 --init-new token_embedding readout")
+    done("train", *words, tmp_path / "other", "--model.vocab-size 256 --init-new token_embedding readout")
     assert fields(tmp_path / "other" / "config.json")["config"]["data"]["tokenizer"] == "bytes"
 
 
@@ -329,29 +325,29 @@ def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
     record = {**fields(origin / "config.json"), "mupax": {"tokenizer": "bytes"}}
     (origin / "config.json").write_text(json.dumps(record))
     (origin / "chat_template.jinja").write_text(CHATML)
-    done(zoo, "import", origin, "--out", tmp_path / "in")
-    output = done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    done("import", origin, "--out", tmp_path / "in")
+    output = done("export", tmp_path / "in", "--out", tmp_path / "out")
     assert output.count("--licence") == 1  # every note once
     assert fields(tmp_path / "out" / "config.json")["mupax"]["tokenizer"] == "bytes"
     assert pretrained.find(tmp_path / "in").config.data.chat_template == str(tmp_path / "in" / "chat_template.jinja")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
     texts = {
-        done(train, "generate", tmp_path / name, "--temperature 0 --tokens 3 --prompt the").splitlines()[0]
+        done("generate", tmp_path / name, "--temperature 0 --tokens 3 --prompt the").splitlines()[0]
         for name in ("hf", "in", "out")
     }
     assert len(texts) == 1
 
 
 def test_another_tokenizer_than_the_one_beside_weights_has_its_own_separator(tmp_path: Path) -> None:
-    done(zoo, "export odd --out", tmp_path / "out")
-    done(train, "generate", tmp_path / "out", "--tokens 3 --prompt the --data.tokenizer bytes")
-    done(train, "eval", tmp_path / "out", "--data.name text:texts --data.tokenizer bytes")
+    done("export odd --out", tmp_path / "out")
+    done("generate", tmp_path / "out", "--tokens 3 --prompt the --data.tokenizer bytes")
+    done("eval", tmp_path / "out", "--data.name text:texts --data.tokenizer bytes")
 
 
 def test_scores_of_weights_begin_with_their_begin_token(llama: Path, tmp_path: Path) -> None:
     """As the lm-eval harness has it: the first token is predicted after <s>, and not after the end of a text."""
     text = "the cat sat on the mat and the dog ran"
-    done(zoo, "import", llama, "--out", tmp_path / "in")
+    done("import", llama, "--out", tmp_path / "in")
     shutil.copytree(llama, tmp_path / "named")  # the token is named, and the tokenizer does not add it
     content = (llama / "tokenizer.json").read_bytes()
     (tmp_path / "named" / "tokenizer.json").write_bytes(tokenizer_files.without_added_tokens(content))
@@ -400,7 +396,7 @@ def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llam
         (tmp_path / "records" / f"{part}.jsonl").write_text("".join(lines))
     library = Tokenizer.from_file(str(llama / "tokenizer.json"))
     begin, end = library.token_to_id("<s>"), library.token_to_id("<|endoftext|>")
-    done(train, "eval", llama, f"--data.name records:{tmp_path / 'records'} --json", tmp_path / "numbers.json")
+    done("eval", llama, f"--data.name records:{tmp_path / 'records'} --json", tmp_path / "numbers.json")
     numbers = fields(tmp_path / "numbers.json")
     documents = [[*library.encode(word, add_special_tokens=False).ids, end] for word in words]
     assert numbers["targets"] == sum(map(len, documents))
@@ -417,17 +413,17 @@ def test_evaluation_of_weights_begins_every_document_with_their_begin_token(llam
 def test_without_a_generation_config_import_writes_the_ids_of_config_json(llama: Path, tmp_path: Path) -> None:
     shutil.copytree(llama, tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").unlink()
-    done(zoo, "import", tmp_path / "hf", "--out", tmp_path / "in")
+    done("import", tmp_path / "hf", "--out", tmp_path / "in")
     ids = {name: fields(llama / "config.json")[name] for name in ("bos_token_id", "eos_token_id")}
     assert fields(tmp_path / "in" / "generation_config.json") == ids
 
 
 def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     origin = published(tmp_path / "hf", MODEL)
-    output = done(zoo, "import", origin, "--out", tmp_path / "in")
+    output = done("import", origin, "--out", tmp_path / "in")
     assert "--data.tokenizer" in output
     assert sorted(path.name for path in (tmp_path / "in").glob("[!.]*")) == ["model.json", "model.safetensors"]
-    done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    done("export", tmp_path / "in", "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "generation_config.json").exists()
 
 
@@ -441,7 +437,7 @@ def test_transformers_tokenizes_as_the_run_and_stops_at_its_end(run: str, tmp_pa
     import torch
     import transformers
 
-    done(zoo, "export", run, "--out", tmp_path / "out")
+    done("export", run, "--out", tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     own = opened.tokenizer_of(opened.find(Path(run), None, None))
@@ -479,8 +475,8 @@ def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path
         (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
         words = ["--data.name chat:talks.jsonl --data.tokenizer", folder / "tokenizer.json"]
         run = tmp_path / "run"
-        done(train, "lm-tiny", *words, TINY, "--workdir", run)
-    done(zoo, "export", run, "--out", tmp_path / "out")
+        done("train", "lm-tiny", *words, TINY, "--workdir", run)
+    done("export", run, "--out", tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     opened_run = opened.find(Path(run), None, None)
     own = opened.tokenizer_of(opened_run)
@@ -499,8 +495,8 @@ def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path
 def test_transformers_reads_what_was_imported_and_exported_as_it_was_published(llama: Path, tmp_path: Path) -> None:
     import transformers
 
-    done(zoo, "import", llama, "--out", tmp_path / "in")
-    done(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")
+    done("import", llama, "--out", tmp_path / "in")
+    done("export", tmp_path / "in", "--out", tmp_path / "out")
     before, after = (transformers.AutoTokenizer.from_pretrained(path) for path in (llama, tmp_path / "out"))
     assert before("the cat")["input_ids"] == after("the cat")["input_ids"]
     assert before.special_tokens_map == after.special_tokens_map

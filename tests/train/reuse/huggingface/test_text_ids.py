@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main as train
+from mupax.__main__ import main
 from mupax.train.reuse.huggingface import text_ids
 from mupax.train.reuse.huggingface.text_ids import TextIds, TextIdsError
-from mupax.zoo.__main__ import main as zoo
 from mupax.zoo.definition import definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.huggingface import weights
@@ -46,7 +45,7 @@ def published(folder: Path, name: str, **generation: int) -> Path:
     return folder
 
 
-def run_command(main: Any, *words: Any) -> tuple[int, str, str]:
+def run_command(*words: Any) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(word) for word in words])
@@ -75,19 +74,19 @@ def test_generation_config_decides_and_alone_says_what_is_forced(tmp_path: Path)
 
 def test_forced_tokens_are_written_by_weights_as_published_and_as_imported(tmp_path: Path) -> None:
     free = published(tmp_path, "t5", **IDS)
-    code, plain, err = run_command(train, "generate", free, *WORDS, 9)
+    code, plain, err = run_command("generate", free, *WORDS, 9)
     assert code == 0, err
     (free / text_ids.FILE).write_text(json.dumps({**IDS, **FORCED}))
-    code, forced, err = run_command(train, "generate", free, *WORDS, 9)
+    code, forced, err = run_command("generate", free, *WORDS, 9)
     assert code == 0, err
     assert (forced[0], forced.rstrip("\n")[-1]) == ("h", "!") != (plain[0], plain.rstrip("\n")[-1])
-    assert run_command(zoo, "import", free, "--out", tmp_path / "in", "--preset", "mup", "--base", "ed-proxy")[0] == 0
-    assert run_command(train, "generate", tmp_path / "in", *WORDS, 9)[1] == forced
-    assert run_command(zoo, "export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
+    assert run_command("import", free, "--out", tmp_path / "in", "--preset", "mup", "--base", "ed-proxy")[0] == 0
+    assert run_command("generate", tmp_path / "in", *WORDS, 9)[1] == forced
+    assert run_command("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text()).items() >= {**IDS, **FORCED}.items()
-    code, _, err = run_command(train, "generate", free, "--data.tokenizer", "bytes", "--prompt", "x" * 24)
+    code, _, err = run_command("generate", free, "--data.tokenizer", "bytes", "--prompt", "x" * 24)
     assert (code, "the prompt is 25 tokens, and the model reads 1 to 24" in err) == (2, True)
-    code, _, err = run_command(train, "eval", free, "--data.name", "text:x")
+    code, _, err = run_command("eval", free, "--data.name", "text:x")
     assert (code, "not what noise it was trained on" in err) == (2, True)
 
 
@@ -106,7 +105,7 @@ def test_text_is_that_of_transformers(name: str, beams: int, tmp_path: Path) -> 
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False, num_beams=beams
         )[0]
         expected = bytes(i for i in theirs.tolist() if i < 256).decode(errors="replace")
-        code, text, err = run_command(train, "generate", folder, *WORDS, 9, "--beams", beams)
+        code, text, err = run_command("generate", folder, *WORDS, 9, "--beams", beams)
         assert code == 0, err
         assert text.removesuffix("\n").encode() == expected.encode()
         texts.add(text)

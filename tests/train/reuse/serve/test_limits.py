@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.run import PresetConfig
 from mupax.train.data.chats.templates import Template
 from mupax.train.reuse.huggingface import files

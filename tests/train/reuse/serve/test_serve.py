@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.run import PresetConfig
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.decode import Scores

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config import cli, record
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json
@@ -31,7 +31,7 @@ RUN = (
 
 
 def train(words: str) -> int:
-    return main([*RUN.split(), *words.split()])
+    return main(["train", *RUN.split(), *words.split()])
 
 
 def prepared(words: str) -> init_from.Start:
@@ -142,7 +142,7 @@ def test_a_run_is_grown_and_goes_on(here: Path, capsys: pytest.CaptureFixture[st
     assert int(state.step) == 4
     assert state.ema is not None
     np.testing.assert_array_equal(state.ema["block.mlp.down"][1], 0)
-    assert main(command[2:]) == 0
+    assert main(command[1:]) == 0
     assert "resuming lm-tiny at step 4 of 6" in capsys.readouterr().out
     assert set(metrics("grown")) == {5, 6}
     for words, text in (

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.checkpoints.saved_run import find
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.recipes import RECIPES
@@ -22,7 +22,6 @@ from mupax.train.config.run import Config, OptimizerConfig
 from mupax.train.core.program import assemble
 from mupax.train.reuse import runs
 from mupax.train.reuse import source as pretrained
-from mupax.zoo.__main__ import main as zoo_main
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.lora.config import LoraConfig
@@ -94,7 +93,7 @@ def logits(config: Config, params: Any) -> np.ndarray:
 
 
 def test_export_merges_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert zoo_main(["export", "run", "--out", "merged"]) == 0
+    assert main(["export", "run", "--out", "merged"]) == 0
     assert "adapters of rank 3 are merged into their matrices" in capsys.readouterr().out
     merged, config = pretrained.read(Path("merged")), find(Path("run")).config
     assert merged.model.lora.rank is None  # pyright: ignore
@@ -110,7 +109,7 @@ def test_export_merges_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_push_sends_what_export_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert zoo_main(["export", "run", "--out", "model"]) == 0
+    assert main(["export", "run", "--out", "model"]) == 0
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, args=(0.05,), daemon=True)
     thread.start()
@@ -158,7 +157,7 @@ def test_adapters_do_not_grow() -> None:
 
 
 def test_adapters_without_a_frozen_model_are_refused() -> None:
-    code, output = run("lm-tiny --model.lora.rank 4 --dry-run")
+    code, output = run("train lm-tiny --model.lora.rank 4 --dry-run")
     assert code == 2
     assert "--train-only lora_a lora_b" in output
     with pytest.raises(ConfigError, match="not of an encoder-decoder"):

@@ -17,26 +17,25 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models, pre_tokenizers, processors
 
 from mupax import train
+from mupax.__main__ import main
 from mupax.errors import MupaxError
-from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config import cli
 from mupax.train.data.records import corpus
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.run.report import metrics
-from mupax.zoo.__main__ import main as zoo
 from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture
 
 WORDS = ("def", "return", "import", "class", "self", "value", "lambda", "yield", "while", "None")
 LM = (
-    "lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
+    "train lm-tiny --data.name text:text.txt --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 "
     "--data.batch-size 16 --data.eval-batch-size 64 --data.eval-examples 100 --optimizer.warmup-steps 2 --steps 4 "
     "--log.eval-every-steps 2 --checkpoint.every-steps 2 --log.no-tensorboard --ema.decay 0.5 --workdir lm"
 )
 VIT = (
-    "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 512 "
+    "train vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 512 "
     "--optimizer.warmup-steps 1 --steps 2 --log.no-tensorboard --log.no-samples --workdir vit"
 )
 
@@ -45,7 +44,7 @@ def run(*words: str, stdin: str = "") -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stdin", io.StringIO(stdin))
-        code = main(list(words))
+        code = main(words)
     return code, out.getvalue(), err.getvalue()
 
 
@@ -248,8 +247,8 @@ def test_a_run_without_its_tokenizer_is_refused() -> None:
 
 
 def test_weights_alone_write_and_are_evaluated_as_their_run() -> None:
-    assert zoo(["export", "lm", "--out", "exported"]) == 0
-    assert zoo(["import", "exported", "--out", "imported", "--preset", "mup", "--base", "lm-proxy"]) == 0
+    assert main(["export", "lm", "--out", "exported"]) == 0
+    assert main(["import", "exported", "--out", "imported", "--preset", "mup", "--base", "lm-proxy"]) == 0
     flags = ["--prompt", "def ", "--tokens", "8", "--temperature", "0"]
     code, text, _ = run("generate", "lm", "--no-ema", *flags)
     numbers, _ = evaluated("lm", "--no-ema")
@@ -308,7 +307,7 @@ def test_a_model_opened_in_python_writes_what_the_command_writes() -> None:
     earlier = train.load(Path("lm/checkpoints/2"), ema=False)
     _, out, _ = run("generate", "lm", "--step", "2", "--no-ema", "--prompt", "def ", "--tokens", "20")
     assert out == f"def {earlier.generate('def ', tokens=20)}\n"
-    assert zoo(["export", "lm", "--out", "python-hf"]) == 0
+    assert main(["export", "lm", "--out", "python-hf"]) == 0
     weights = train.load("python-hf", tokenizer="bytes")
     assert weights.step is None
     plain = train.load("lm", ema=False)  # an export has the parameters, not their average

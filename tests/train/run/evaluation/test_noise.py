@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.run.noise import measured, noise_scale
 from tests.train.run.test_loop import Done, folder, train

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.checkpoints import saved_run, selection
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.reuse import source

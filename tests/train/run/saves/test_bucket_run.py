@@ -12,15 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.paths import path_of
 from mupax.train import load
-from mupax.train.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import verified
 from mupax.train.checkpoints.layout import counts
 from mupax.train.reuse import source as pretrained
 from mupax.train.run.report import metrics
-from mupax.zoo.__main__ import main as zoo_main
 from scripts.campaigns.injection.emulator import new_bucket
 from tests.fixtures.emulator import emulator
 from tests.fixtures.programs import shared_programs
@@ -91,7 +90,7 @@ def test_the_other_commands_read_it(resumed: Done, address: str, capsys: Capture
     assert main(["generate", address, "--prompt", "def ", "--tokens", "3", "--step", "6"]) == 0
     assert f"step 6 of {address}" in capsys.readouterr().err
     assert load(address, step=6).step == 6
-    assert main(["--resume", "--workdir", address]) == 0  # recipe and config are read there
+    assert main(["train", "--resume", "--workdir", address]) == 0  # recipe and config are read there
     assert f"resuming lm-tiny at step {STEPS} of {STEPS}" in capsys.readouterr().out
 
 
@@ -115,7 +114,7 @@ def test_weights_go_out_and_come_in(resumed: Done, address: str) -> None:
     assert main(grown) == 0
     run = saved_run.find(path_of(f"{address}-grown"))
     assert (run.step, run.config.model.depth) == (STEPS, 2)
-    assert zoo_main(["export", address, "--out", f"{address}-exported"]) == 0
-    assert zoo_main(["import", f"{address}-exported", "--preset", "sp", "--out", f"{address}-imported"]) == 0
+    assert main(["export", address, "--out", f"{address}-exported"]) == 0
+    assert main(["import", f"{address}-exported", "--preset", "sp", "--out", f"{address}-imported"]) == 0
     one, other = (pretrained.read(path_of(f"{address}{end}")).params for end in ("", "-imported"))
     assert all(np.allclose(one[name], other[name], rtol=1e-6) for name in one)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.presets.tuned import find
-from mupax.train.__main__ import main
 from mupax.train.config import cli, tuned
 from mupax.train.config.record import from_json, to_json
 from tests.fixtures.programs import shared_programs
@@ -25,7 +25,7 @@ RUN = f"vit-digits {SMALL} --steps 4 --optimizer.warmup-steps 1 --log.no-samples
 
 
 def train(*words: str) -> int:
-    return main([*RUN, *words])
+    return main(["train", *RUN, *words])
 
 
 def record_of(folder: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_record_that_has_the_name_itself_goes_on(run: Path, capsys: pytest.Cap
     preset = content["config"]["preset"]
     content["config"]["preset"] = {**preset, "name": USE, "base": None, "alpha_a": None, "constants": []}
     (run / "config.json").write_text(json.dumps(content))
-    assert main(["--workdir", "run", "--resume"]) == 0
+    assert main(["train", "--workdir", "run", "--resume"]) == 0
     shown = capsys.readouterr().out
     assert "resuming vit-digits at step 2 of 4" in shown
     assert "changed since" not in shown
@@ -130,8 +130,8 @@ def test_a_config_file_that_names_it_is_refused_and_the_file_brings_it_back(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(f'recipe: vit-digits\npreset: {{name: "{USE}"}}\n')
-    assert main(["run.yaml", "--print-config"]) == 2
+    assert main(["train", "run.yaml", "--print-config"]) == 2
     assert "docs/evidence/" in capsys.readouterr().err
     find.OWN_FOLDER.mkdir()
     shutil.copy(EVIDENCE / f"{USE.replace(':', '.')}.json", find.OWN_FOLDER)
-    assert main(["run.yaml", "--print-config"]) == 0
+    assert main(["train", "run.yaml", "--print-config"]) == 0

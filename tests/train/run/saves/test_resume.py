@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.recipes import RECIPES
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import STEPS, Done, folder, interrupted, rows, train, untrained, whole
@@ -281,7 +281,7 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys
     record["config"]["distributed"]["coordinator"] = "10.0.0.1:1234"
     (copy / "config.json").write_text(json.dumps(record))
     for words in (["--resume", "--workdir", str(copy)], [f"--workdir={copy}", "--resume"]):
-        assert main(words) == 0, words
+        assert main(["train", *words]) == 0, words
         out = capsys.readouterr().out
         assert f"resuming finetune at step 6 of {STEPS}" in out
         assert "changed since" not in plain(out)
@@ -290,12 +290,12 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys
     assert after["workdir"] == str(copy)
     assert after["resume_from"] is None
     # Flags stand above the record, and are checked as after a recipe.
-    assert main(["--resume", "--workdir", str(copy), "--steps", "9", "--resume-change", "schedule"]) == 0
+    assert main(["train", "--resume", "--workdir", str(copy), "--steps", "9", "--resume-change", "schedule"]) == 0
     assert f"changed since: steps {STEPS} -> 9" in plain(capsys.readouterr().out)
-    assert main(["--resume", "--workdir", str(copy), "--stepz", "9"]) == 2
+    assert main(["train", "--resume", "--workdir", str(copy), "--stepz", "9"]) == 2
     assert "--steps" in capsys.readouterr().err
     # A recipe that does not fit is refused as it was.
-    assert main(["vit-digits", "--resume", "--workdir", str(copy)]) == 2
+    assert main(["train", "vit-digits", "--resume", "--workdir", str(copy)]) == 2
 
 
 @pytest.mark.core
@@ -314,7 +314,7 @@ def test_a_run_goes_on_by_its_workdir_alone(whole: Done, untrained: list, capsys
 def test_a_command_line_without_recipe_or_run_is_refused(
     words: list[str], named: str, whole: Done, untrained: list, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words) == 2
+    assert main(["train", *words]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ")
     assert named in err

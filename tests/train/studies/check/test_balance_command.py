@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mupax.__main__ import main
 from mupax.command_line import parse_known
-from mupax.presets.__main__ import main as presets_main
 from mupax.presets.tuned.measured import load
 from mupax.train import data
-from mupax.train.__main__ import main
 from mupax.train.config.cli import parse
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
@@ -32,7 +31,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A measured file of a small model under SGD, and what the command printed."""
     path, shown = tmp_path_factory.mktemp("balance") / "rates.json", io.StringIO()
     with contextlib.redirect_stdout(shown):
-        assert main(["balance", "vit-proxy", "--optimizer", "sgd", "--out", str(path)]) == 0
+        assert main(["presets", "balance", "vit-proxy", "--optimizer", "sgd", "--out", str(path)]) == 0
     return path, shown.getvalue()
 
 
@@ -80,14 +79,14 @@ def test_a_run_takes_the_file_as_its_preset(written: tuple[Path, str]):
 def test_the_table_of_presets_takes_it_too(written: tuple[Path, str], capsys: pytest.CaptureFixture[str]):
     path, _ = written
     words = ["table", f"measured:{path}", "--model", "vit-proxy", "--optimizer", "sgd"]
-    assert presets_main(words) == 0
+    assert main(["presets", *words]) == 0
     out = capsys.readouterr().out
     assert out.startswith("vit-proxy under measured optimizer=sgd")
     assert ".." in next(line for line in out.splitlines() if "block.attention.query" in line)
-    assert presets_main([*words, "--json"]) == 0
+    assert main(["presets", *words, "--json"]) == 0
     row = next(r for r in json.loads(capsys.readouterr().out) if r["name"] == "block.attention.query")
     assert row["lr"] == list(load(path).scales["block.query"].lr)  # pyright: ignore[reportArgumentType]
-    assert presets_main(["table", str(path), "--model", "vit-tiny", "--optimizer", "sgd"]) == 2
+    assert main(["presets", "table", str(path), "--model", "vit-tiny", "--optimizer", "sgd"]) == 2
     assert "the table is for embed=32 and the model has 64" in capsys.readouterr().err
 
 
@@ -120,7 +119,7 @@ def test_a_run_it_does_not_fit_is_refused(
 ):
     path, _ = written
     optimizer = [] if "--optimizer.name" in words else ["--optimizer.name", "sgd"]
-    assert main([*run_with(path, *optimizer, *words), "--dry-run"]) == 2
+    assert main(["train", *run_with(path, *optimizer, *words), "--dry-run"]) == 2
     assert text in capsys.readouterr().err
 
 
@@ -130,17 +129,17 @@ def test_layers_missing_from_the_file_are_named(written: tuple[Path, str], capsy
     table["scales"]["block.query"]["lr"].pop()
     broken = path.with_name("broken.json")
     broken.write_text(json.dumps(table))
-    assert main([*run_with(broken), "--optimizer.name", "sgd", "--dry-run"]) == 2
+    assert main(["train", *run_with(broken), "--optimizer.name", "sgd", "--dry-run"]) == 2
     assert "block.query lr has 1 numbers for 2 layers" in capsys.readouterr().err
 
 
 def test_what_grows_has_no_measured_numbers(written: tuple[Path, str], capsys: pytest.CaptureFixture[str]):
     path, _ = written
-    for command, words in (
-        (main, ["check", "vit-proxy", "--optimizer", "sgd", "--dry-run", "--preset"]),
-        (presets_main, ["limits", "--optimizer", "sgd"]),
+    for words in (
+        ["check", "vit-proxy", "--optimizer", "sgd", "--dry-run", "--preset"],
+        ["presets", "limits", "--optimizer", "sgd"],
     ):
-        assert command([*words, f"measured:{path}"]) == 2
+        assert main([*words, f"measured:{path}"]) == 2
         assert "has numbers at one size and no power law behind them" in capsys.readouterr().err
 
 
@@ -163,7 +162,7 @@ def test_what_grows_has_no_measured_numbers(written: tuple[Path, str], capsys: p
 )
 def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["balance", *words]) == 2
+    assert main(["presets", "balance", *words]) == 2
     err = capsys.readouterr().err
     assert text in err
     assert "Traceback" not in err
@@ -174,5 +173,5 @@ def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[
 def test_the_command_is_found(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     assert "balance" in capsys.readouterr().out
-    assert main(["balance", "--help"]) == 0
+    assert main(["presets", "balance", "--help"]) == 0
     assert "--out PATH.json" in capsys.readouterr().out

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import Preset, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.power import axis
-from mupax.train.__main__ import main
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check, observables, report, theory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mupax import presets
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check
 from mupax.zoo import configs
@@ -32,7 +32,7 @@ from scripts.check import theory_and_measurement
     ],
 )
 def test_bad_words_get_one_message(words, message, capsys):
-    assert main(words) == 2
+    assert main([*words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error

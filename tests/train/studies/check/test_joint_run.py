@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.presets.joint import NUMBERS
-from mupax.train.__main__ import main
 from mupax.train.studies.check import joint_run, judge
 from scripts.check import joint_mutations
 from scripts.check.joint_mutations import STUDIES, Mutant, Suite, mutants, named, row, rows_of_file

@@ -14,10 +14,10 @@ import optax
 import pytest
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets import PresetError
 from mupax.presets.analysis import desiderata as theory
 from mupax.presets.analysis.mappings import NAMES
-from mupax.train.__main__ import main
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check
@@ -129,13 +129,13 @@ def test_the_command_holds_measurement_against_theory(model, encoder, monkeypatc
     assert main([*words, "--dry-run"]) == 0
     assert ("encoder_depth" in capsys.readouterr().out) == encoder
     assert not (tmp_path / "a.json").exists(), "a dry run measures nothing"
-    assert main(words) == 0
+    assert main([*words]) == 0
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["d_v"]["speed"]["v"] == [-0.5, -0.5]
     assert record.keys() == theory.growths(encoder=encoder).keys()
     capsys.readouterr()
     Fake.off = 0.2
-    assert main(words) == 1
+    assert main([*words]) == 1
     shown = capsys.readouterr().out
     assert " q +0.20" in shown
     assert ("encoder q +0.20" in shown) == encoder

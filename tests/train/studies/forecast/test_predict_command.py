@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.command_line import parse_known
-from mupax.train.__main__ import main
 from mupax.train.config.cli import parse, recipe
 from mupax.train.config.record import to_json
 from mupax.train.config.run import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.presets.__main__ import main
+from mupax.__main__ import main
 
 TINY = [
     "dynamics", "--images", "2", "--steps", "2", "--heads", "48", "--model.width", "6", "--model.num-heads", "3",
@@ -18,7 +18,7 @@ TINY = [
 
 def test_the_limit_with_finite_models_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "x.json"), "--figure", str(tmp_path / "x.png")]
-    assert main([*TINY, "--finite", "4", "--seeds", "3", *files]) == 0
+    assert main(["presets", *TINY, "--finite", "4", "--seeds", "3", *files]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "48 heads (width 96) for infinitely many; 2 images, 2 steps; 24 directions" in lines[0]
     assert lines[2].split("  ")[0] == "step"
@@ -46,10 +46,11 @@ def test_the_limit_with_finite_models_beside_it(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_what_it_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, *words] if words[0] != "--model" else ["dynamics", *words]) == 2
+    typed = ["dynamics", *words] if words[0] == "--model" else [*TINY, *words]
+    assert main(["presets", *typed]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_it_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert main(["presets", "--help"]) == 0
     assert "dynamics" in capsys.readouterr().out

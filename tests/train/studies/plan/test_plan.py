@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.config.cli import parse, recipe
 from mupax.train.pods import search, topology
 from mupax.train.studies.forecast import record
@@ -62,7 +62,7 @@ def test_the_printed_command_trains_and_is_scored(
     monkeypatch.chdir(tmp_path)
     words = shlex.split(content["command"])
     assert words[:2] == ["mupax", "train"]
-    assert main([*words[2:], "--workdir", "run", *QUIET]) == 0
+    assert main([*words[1:], "--workdir", "run", *QUIET]) == 0
     capsys.readouterr()
     assert main(["plan", "score", "plan.json", "run"]) == 1  # the study's losses are of no real run
     out = capsys.readouterr().out

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from mupax import presets, zoo
+from mupax.__main__ import main
 from mupax.presets.matrices import MATRICES
 from mupax.presets.roles import ParamSpec, Role
-from mupax.train.__main__ import main
 from mupax.train.studies.roles import models
 from mupax.zoo import configs
 from tests.train.studies.roles import traced_roles
@@ -80,7 +80,7 @@ def test_what_is_found_gives_the_model_a_preset(name: str) -> None:
 
 
 def test_the_command_on_a_function(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["roles", HAND, "--sizes", SIZES]) == 0
+    assert main(["models", "roles", HAND, "--sizes", SIZES]) == 0
     out = capsys.readouterr().out
     assert "contracts mlp of a hidden layer; its product ends the branch" in " ".join(out.split())
     assert out.endswith("\n21 of 21 parameters found\n")
@@ -103,7 +103,7 @@ def test_what_is_refused_makes_it_fail(
 ) -> None:
     (tmp_path / "squared_model.py").write_text(SQUARED)
     monkeypatch.chdir(tmp_path)
-    assert main(["roles", "squared_model:build", "--sizes", "embed=6,output=14"]) == 1
+    assert main(["models", "roles", "squared_model:build", "--sizes", "embed=6,output=14"]) == 1
     out = capsys.readouterr().out
     assert "refused: square: two of its dimensions (6, 6) are the same axis; name them apart: embed, embed\n" in out
     assert "refused: patch: dimension 0, of size 5, grows with none of embed, output; name it among the sizes\n" in out
@@ -131,15 +131,15 @@ def wrong() -> Iterator[None]:
 
 @pytest.mark.usefixtures("wrong")
 def test_the_command_on_models_of_the_zoo(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["roles", "lm-tiny"]) == 0
+    assert main(["models", "roles", "lm-tiny"]) == 0
     assert capsys.readouterr().out.endswith("\n12 of 12 parameters found, 12 as declared\n")
-    assert main(["roles", "lm-wrong"]) == 1
+    assert main(["models", "roles", "lm-wrong"]) == 1
     *_, differs, last = capsys.readouterr().out.splitlines()
     assert differs.startswith(
         "differs: block.attention.query: in_block is declared False and traced True: its products with "
     )
     assert last == "12 of 12 parameters found, 11 as declared"
-    assert main(["roles", "lm-wrong", "--json"]) == 1
+    assert main(["models", "roles", "lm-wrong", "--json"]) == 1
     out = json.loads(capsys.readouterr().out)
     assert list(out["differs"]) == ["block.attention.query"]
     assert out["parameters"]["readout"]["fan_in"] == ["embed"]
@@ -172,7 +172,7 @@ def test_the_coordinate_check_begins_with_declarations_of_ones_own(capsys: pytes
     ],
 )
 def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["roles", *words]) == 2
+    assert main(["models", "roles", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
@@ -184,7 +184,7 @@ def test_the_model_of_the_page(
     (tmp_path / "my_model.py").write_text(example)
     monkeypatch.chdir(tmp_path)
     (command,) = (line for line in text.splitlines() if line.startswith("mupax models roles my_model"))
-    assert main(command.split()[2:]) == 0
+    assert main(command.split()[1:]) == 0
     assert capsys.readouterr().out.endswith("\n3 of 3 parameters found\n")
     (example,) = (line for line in text.splitlines() if line.startswith("differs: "))
     config = traced_roles.CASES["decoder, rotary, gated, unrolled"]

@@ -13,8 +13,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from mupax import presets
+from mupax.__main__ import main
 from mupax.presets.tuned import find
-from mupax.train.__main__ import main
 from mupax.train.config.run import PresetConfig
 from mupax.train.studies.sweep import command as sweep_command
 from mupax.train.studies.sweep import grids, sweep

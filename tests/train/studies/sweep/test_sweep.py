@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.checkpoints.manifest import Manifest
 from mupax.train.config.recipes import RECIPES
@@ -99,7 +99,7 @@ def test_in_turn_a_point_has_the_bits_of_its_run_alone(in_turn: list[Row], tmp_p
     row = in_turn[-1]
     words = shlex.split(row.command)
     assert words[:2] == ["mupax", "train"]
-    assert main([*words[2:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
+    assert main([*words[1:], "--workdir", str(tmp_path / "alone"), "--log.no-tensorboard", "--log.no-samples"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "alone" / "metrics.jsonl").read_text().splitlines()]
     # Nine digits tell all float32 apart.
     assert [float(f"{record['loss']:.9g}") for record in rows if "loss" in record] == list(row.curve)

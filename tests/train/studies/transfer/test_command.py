@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.command_line import parse_known
 from mupax.presets import PresetError
-from mupax.train.__main__ import main
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.zoo.configs import ConfigError

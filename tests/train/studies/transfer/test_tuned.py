@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mupax.__main__ import main
 from mupax.command_line import parse_known
 from mupax.presets import PresetError
 from mupax.presets.tuned import find as tuned
-from mupax.train.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.recipes import RECIPES
@@ -90,9 +90,9 @@ def test_a_far_size_warns_and_a_near_one_does_not(mine: tuned.Tuned, capsys: pyt
 
 
 def test_the_command_line_says_it(mine: tuned.Tuned, capsys: pytest.CaptureFixture[str]):
-    assert main(["lm-tiny", "--preset", "depth-mup:mine-v1", "--print-config"]) == 0
+    assert main(["train", "lm-tiny", "--preset", "depth-mup:mine-v1", "--print-config"]) == 0
     assert json.loads(capsys.readouterr().out)["optimizer"]["peak_lr"] == 0.0078
-    assert main(["lm-tiny", "--preset", "depth-mup:yours"]) == 2
+    assert main(["train", "lm-tiny", "--preset", "depth-mup:yours"]) == 2
 
 
 # From a study

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from mupax.__main__ import main
 from mupax.presets.tuned import find
-from mupax.train.__main__ import main
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mupax.train.__main__ import main
+from mupax.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config import cli
 from mupax.train.core import compile
@@ -59,7 +59,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(
             compile, "make_train_step", lambda *a: (builds.append(0), chex.assert_max_traces(make(*a), n=1))[1]
         )
-        assert main([*DIGITS, str(folder), "--log.images", str(SHOWN), "--log.histograms"]) == 0
+        assert main(["train", *DIGITS, str(folder), "--log.images", str(SHOWN), "--log.histograms"]) == 0
     assert len(builds) == 1
     return folder
 
@@ -103,7 +103,7 @@ def test_nothing_is_taken_unless_asked_for(tmp_path: Path, monkeypatch: pytest.M
         raise AssertionError("it was not asked for")
 
     monkeypatch.setattr(snapshots, "Snapshots", never)
-    assert main([*DIGITS, str(tmp_path / "run")]) == 0
+    assert main(["train", *DIGITS, str(tmp_path / "run")]) == 0
     tags = {tag.partition("/")[0] for tag, _ in shown(tmp_path / "run" / "tensorboard")}
     assert tags == {"train", "eval", "perf"}
 
@@ -112,7 +112,7 @@ def test_the_sample_of_a_language_model_is_there_as_text(tmp_path: Path, monkeyp
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("def value(self): return self._value  # as it was\n" * 400)
     with contextlib.chdir(tmp_path):
-        assert main([*TEXT.split(), "run", "--data.name", "text:text.txt"]) == 0
+        assert main(["train", *TEXT.split(), "run", "--data.name", "text:text.txt"]) == 0
     text = shown(tmp_path / "run" / "tensorboard")["sample/text_summary", 2].tensor.string_val[0].decode()
     sample = (tmp_path / "run" / "sample.txt").read_text()
     assert text.splitlines() == [f"    {line}" for line in sample.splitlines()]
@@ -134,4 +134,4 @@ def test_the_sample_of_a_language_model_is_there_as_text(tmp_path: Path, monkeyp
     ],
 )
 def test_what_cannot_be_shown_is_refused(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (main(words), what in " ".join(capsys.readouterr().err.split())) == (2, True)
+    assert (main(["train", *words]), what in " ".join(capsys.readouterr().err.split())) == (2, True)

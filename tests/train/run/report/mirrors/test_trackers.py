@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from mupax.__main__ import main
 from mupax.errors import MupaxError
-from mupax.train.__main__ import main
 from mupax.train.core.program import Program
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
@@ -120,15 +120,15 @@ def test_a_missing_one_is_told_before_data_and_compilation(tmp_path, monkeypatch
             lacking.delitem(sys.modules, name, raising=False)
             lacking.setattr(importlib.util, "find_spec", lambda n, *a: None if n == name else find(n, *a))
         for more in ([], ["--dry-run"]):
-            assert main([*words, *more]) == 2
+            assert main(["train", *words, *more]) == 2
             err = " ".join(capsys.readouterr().err.split())
             assert f"run `pip install 'mupax[{name}]'`, or leave --log.{name} out" in err
     assert (loaded, folder.exists()) == ([], False)
     monkeypatch.setitem(sys.modules, name, Fake(name))  # the control: with it the run goes on to compile
-    assert (main(words), "it compiles" in capsys.readouterr().err) == (2, True)
+    assert (main(["train", *words]), "it compiles" in capsys.readouterr().err) == (2, True)
     assert loaded == ["data"]
 
 
 def test_the_config_keeps_the_project(capsys):
-    assert main(["lm-tiny", "--log.trackio", "mine", "--print-config"]) == 0
+    assert main(["train", "lm-tiny", "--log.trackio", "mine", "--print-config"]) == 0
     assert json.loads(capsys.readouterr().out)["log"]["trackio"] == "mine"
