@@ -50,8 +50,8 @@ AS_A_SCAN = ("--model.compute.layers", "scan")
 """Compiles in a quarter of the time that twelve layers one by one take."""
 FITS = ("--data.batch-size", "8")
 """For where a dry run would compile what fits in less memory, which tests/train/core/costs/test_fit.py has."""
-USES_A_RUN = ("checkpoints", "eval", "generate", "grow", "noise", "predict", "roles")
-"""Commands of `mupax train` that are cheap, and are run as written, most on what `make train` leaves, here after two steps."""
+TRAINS = ("train", "finetune", "sweep", "tune", "transfer", "plan", "check", "compile", "push", "convert")
+"""Commands that get `--dry-run`. The others are cheap, and run as written, most on what `make train` leaves after two steps."""
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -163,10 +163,10 @@ def run(line: str) -> int:
     if words[:2] == ["python", "-m"]:
         words = ["mupax", *words[2:]]
     assert words[0] == "mupax", f"the documents say {line!r}, and nothing here knows how to check it"
-    if words[1:3] == ["serve"]:
+    if words[1] == "serve":
         with unittest.mock.patch.object(server.Server, "serve_forever"):
             return mupax.main([*words[1:], "--port", "0"])
-    if words[1] == "train" and words[2] not in USES_A_RUN and not set(words) & set(RUNS_NOTHING):
+    if words[1] in TRAINS and not set(words) & set(RUNS_NOTHING):
         words += ["--dry-run", *AS_A_SCAN]
     elif words[1:3] == ["presets", "dynamics"]:
         words += ["--dry-run"]
