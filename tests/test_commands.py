@@ -118,6 +118,18 @@ def test_a_config_file_stands_in_a_recipes_place(typed: str, capsys: Capture) ->
     assert "none.yaml: no such file" in capsys.readouterr().err
 
 
+def test_the_table_of_a_config_file_is_that_of_its_model(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["train", "lm-tiny", "--model.depth", "3", "--print-config"]) == 0
+    file = tmp_path / "mine.json"
+    file.write_text(capsys.readouterr().out)
+    assert main(["presets", "table", "mup", "--config", str(file)]) == 0
+    assert " 3x128x4x32 " in capsys.readouterr().out
+    assert main(["models", "describe", "--config", str(file)]) == 0
+    assert "layers 3" in capsys.readouterr().out
+    assert main(["models", "describe", "lm-laptop"]) == 0  # a recipe that is no model
+    assert "lm-laptop: decoder" in capsys.readouterr().out
+
+
 # Dispatch
 
 

@@ -376,13 +376,18 @@ def test_the_presets_install_without_jax(presets_wheel: Path, tmp_path: Path):
     execute([sys.executable, "-m", "pip", "--python", python, *install.split(), str(presets_wheel)], tmp_path)
     for name in NEEDED:
         (packages / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
-    command = [python, "-m", "mupax.presets"]
-    assert "readout" in execute([*command, "table", "mup", "--model", "gpt2-large", "--base", "gpt2"], tmp_path)
+    command = [python, "-m", "mupax"]
+    table = ["presets", "table", "mup", "--model", "gpt2-large", "--base", "gpt2"]
+    assert "readout" in execute([*command, *table], tmp_path)
     for name in ("small", "large"):
         (tmp_path / f"{name}.json").write_text(files_of_other_programs()[f"{name}.json"])
     assert "nothing is wrong" in execute([*command, "verify", "small.json", "large.json"], tmp_path)
-    with pytest.raises(AssertionError, match=r"dynamics computes with arrays and needs .*; install mupax"):
-        execute([*command, "dynamics", "lm-proxy"], tmp_path)
+    assert "nothing is wrong" in execute(
+        [python, "-m", "mupax.presets", "verify", "small.json", "large.json"], tmp_path
+    )
+    for words in (["presets", "dynamics"], ["train", "lm-tiny"], ["sweep", "lm-tiny"]):
+        with pytest.raises(AssertionError, match=r"needs mupax\.train\..*; install mupax"):
+            execute([*command, *words], tmp_path)
     lacking = "import importlib.util as u; print([n for n in ('jax', 'flax', 'optax', 'numpy') if u.find_spec(n)])"
     assert execute([python, "-c", lacking], tmp_path) == "[]\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -27,7 +28,8 @@ def run(argv: Sequence[str]) -> int:
     old = spellings.old(words)
     if old is not None:
         words = spellings.current_words(words)
-        terminal.note(f"note: `mupax {old}` is now `mupax {spellings.OLD[old]}`")
+        with contextlib.suppress(OSError, ValueError):  # standard error that is closed or full is no reason to end
+            terminal.note(f"note: `mupax {old}` is now `mupax {spellings.OLD[old]}`")
     if not words or words[0] in _HELP:
         print(overview())
         return 0
@@ -35,7 +37,6 @@ def run(argv: Sequence[str]) -> int:
     if words[0] not in commands:
         _refuse_command(words[0], commands)
     command = commands[words[0]]
-    prog = f"mupax {command.name}"
     words = words[1:]
 
     from mupax.train.config import plugins as run_plugins
@@ -43,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     run_plugins.load(modules)
     try:
         if command.subcommands:
-            command, prog, words = _subcommand(command, prog, words)
+            command, words = _subcommand(command, words)
         return _run(command, words, modules)
     except SystemExit as stop:
         if stop.code == 0:  # its help was printed
@@ -75,18 +76,22 @@ def _appendix(command: Command) -> str:
     return "\n".join(parts)
 
 
-def _subcommand(command: Command, prog: str, words: list[str]) -> tuple[Command, str, list[str]]:
-    """Return the subcommand that the first word names, what is typed for it, and the words after it."""
+def _subcommand(command: Command, words: list[str]) -> tuple[Command, list[str]]:
+    """Return the subcommand that the first word names, and the words after it.
+
+    Without one it is the default, or the command itself where that runs alone.
+    """
     rows = {row.name: row for row in command.subcommands}
     if words and words[0] in rows:
-        return rows[words[0]], f"{prog} {words[0]}", words[1:]
+        return rows[words[0]], words[1:]
     if command.run is not None:
-        return command, prog, words
+        return command, words
+    prog = f"mupax {command.name}"
     if words and not words[0].startswith("-"):
         _refuse_name(prog, words[0])
     summaries = {row.name: row.summary for row in command.subcommands}
     name, rest = command_line.first_word(prog, {"command": summaries}, words, command.default)
-    return rows[name], f"{prog} {name}", rest
+    return rows[name], rest
 
 
 def _run(command: Command, words: list[str], modules: Sequence[str]) -> int:

@@ -12,6 +12,7 @@ from tyro import conf
 
 from mupax import terminal
 from mupax.command_line import Switch
+from mupax.train.config import cli
 from mupax.zoo import configs, flops
 from mupax.zoo.families import ModelConfig
 
@@ -47,14 +48,14 @@ class List:
 class Describe:
     """Every parameter of a model: path, role, shape, axes, count."""
 
-    name: Annotated[conf.Positional[str], conf.arg(metavar="NAME")]
-    """A model of `mupax models`."""
+    name: Annotated[conf.Positional[str], conf.arg(metavar="MODEL|RECIPE|FILE")]
+    """A model of `mupax models`, or a recipe or config file, for its model; `--config FILE` says the same."""
     json: Switch = False
     """Print JSON."""
 
     def run(self) -> int:
         """0 when printed."""
-        model = configs.get(self.name)
+        model = cli.model_of(self.name)
         summary, tree = _summary(self.name, model), _tree(model)
         if self.json:
             print(json.dumps({**summary, "tree": tree}, indent=2))

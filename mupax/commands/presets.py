@@ -15,6 +15,7 @@ from mupax.presets import horizon, joint
 from mupax.presets.analysis import desiderata, joint_limits, table, verdicts
 from mupax.presets.analysis.batch_command import RunFlags, print_json
 from mupax.presets.papers import choices
+from mupax.train.config import cli
 from mupax.train.config.preset import ConstantFlags, PresetFlags, preset_for
 
 
@@ -60,8 +61,8 @@ class Table(PresetFlags, RunFlags):
 
     preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
     """A preset, or measured:PATH."""
-    model: Annotated[str, conf.arg(metavar="NAME")]
-    """A model of `mupax models`."""
+    model: Annotated[str, conf.arg(aliases=("--config",), metavar="MODEL|RECIPE|FILE")]
+    """A model of `mupax models`, or a recipe or config file, for its model."""
     optimizer: Annotated[str, conf.arg(metavar="NAME")] = "adam"
     """adam, adamw, sgd, momentum, muon or lion."""
     decay: Literal["coupled", "independent"] = "coupled"
@@ -78,9 +79,7 @@ class Table(PresetFlags, RunFlags):
     """Print JSON."""
 
     def run(self) -> int:
-        from mupax.zoo import configs
-
-        model = configs.get(self.model)
+        model = cli.model_of(self.model)
         preset = preset_for(self.config(self.preset), model)
         sizes, tied = model.sizes(), {name: factor.spec for name, factor in model.factors().items() if factor.spec}
         specs = {**dict(sorted(model.parameters().items())), **tied}

@@ -285,8 +285,9 @@ def _models_list(words: list[str]) -> int:
 
 def _models_describe(words: list[str]) -> int:
     from mupax.commands.models import Describe
+    from mupax.train.config import cli
 
-    return _parsed(Describe, "mupax models describe", words)
+    return _parsed(Describe, "mupax models describe", cli.with_file_first(words))
 
 
 def _models_roles(words: list[str]) -> int:
@@ -594,6 +595,7 @@ MODELS = (
         summary="print every parameter of a model: path, role, shape and axes",
         example="models describe lm-tiny",
         run=_models_describe,
+        takes_recipe=True,
     ),
     Command(
         name="roles",

@@ -186,6 +186,17 @@ def is_recipe(name: str) -> bool:
     return is_file(name) or name in _recipes()
 
 
+def model_of(name: str) -> configs.ModelConfig:
+    """Return the model of the zoo that has the name, or that of a recipe or config file.
+
+    Raises:
+        ConfigError: nothing has the name, or the file is wrong.
+    """
+    if name not in configs.CONFIGS and is_recipe(name):
+        return recipe(name)().model
+    return configs.get(name)
+
+
 def recipe_of_points(name: str) -> Callable[[], Config]:
     """Return what makes the config of a study's points: the recipe, without what a file has for a run by itself.
 
