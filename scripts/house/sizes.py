@@ -14,7 +14,7 @@ How the numbers of 17b5398, which later trees are held to, come about:
 * **Packages**, 102: pinned lines of requirements.txt. Some packages are pinned twice, for two
   ranges of Python.
 * **Commands**, 34 in four places: words that the help of `mupax train`, `mupax presets` and
-  `mupax models` lists as commands (32), and the two that `python -m train.data` had then.
+  `mupax zoo` lists as commands (32), and the two that `python -m train.data` had then.
 * **Flags**, 184: entries of `mupax train lm-tiny --help` but `--help` itself. Another spelling in
   the same entry does not count.
 * **Modules**, 92: modules named `mupax.*` that `mupax train vit-digits` with `PLAIN` loads. Files

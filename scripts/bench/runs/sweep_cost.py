@@ -61,7 +61,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         def run_alone(count: int) -> None:
             for _ in range(count):
                 workdir = folder / f"alone-{len(list(folder.iterdir()))}"
-                alone.append(_seconds(["lm-tiny", *flags, "--workdir", str(workdir)]))
+                alone.append(_seconds(["train", "lm-tiny", *flags, "--workdir", str(workdir)]))
                 rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
                 steps.append(statistics.median(row["seconds"] for row in rows if "loss" in row))
 
@@ -94,7 +94,7 @@ def _result(what: str, sweep: float, alone: Sequence[float]) -> dict[str, Any]:
 
 def _seconds(words: Sequence[str]) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "train", *words], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-m", "mupax", *words], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 

@@ -90,7 +90,7 @@ def test_a_file_stands_in_a_recipes_place_in_every_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nsteps: 12\nmodel: {width: 32, depth: 1}\n")
-    assert main(["train", command, *written.format("mine.yaml", DRY[command]).split()]) == 0
+    assert main([command, *written.format("mine.yaml", DRY[command]).split()]) == 0
     assert "12 steps" in capsys.readouterr().out or command == "check"
 
 
@@ -112,14 +112,14 @@ def test_a_wrong_file_is_named_by_every_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {widht: 32}\n")
-    assert main(["train", command, "--config", "mine.yaml", *DRY[command].split()]) == 2
+    assert main([command, "--config", "mine.yaml", *DRY[command].split()]) == 2
     err = capsys.readouterr().err
     assert "mine.yaml" in err
     assert "model.widht" in err
     assert "model.width" in err
-    assert main(["train", command, "none.yaml", *DRY[command].split()]) == 2
+    assert main([command, "none.yaml", *DRY[command].split()]) == 2
     assert "none.yaml" in capsys.readouterr().err
-    assert main(["train", command, "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
+    assert main([command, "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
     err = capsys.readouterr().err
     assert "lm-tiny" in err
     assert "mine.yaml" in err
@@ -236,6 +236,6 @@ def test_a_runs_folder_is_told_its_config(tmp_path: Path, capsys: pytest.Capture
     config.write_bytes(b"\xef\xbb\xbf" + json.dumps({"recipe": "lm-tiny", "data": {"mix": None}}).encode())
     assert main(["sweep", str(config), "--dry-run"]) == 0  # a byte order mark is no part of it
     capsys.readouterr()
-    for words in (["--config", str(config.parent), "--dry-run"], ["sweep", str(config.parent), "--dry-run"]):
-        assert main(["train", *words]) == 2
+    for words in (["train", "--config", str(config.parent), "--dry-run"], ["sweep", str(config.parent), "--dry-run"]):
+        assert main(words) == 2
         assert f"--config '{config}'" in capsys.readouterr().err

@@ -254,7 +254,7 @@ def test_the_benchmark_counts_whole_commands(
     monkeypatch.setattr(sweep_cost, "_seconds", run)
     words = ["--tiny", "--rates", "2", "--seeds", "1", "--steps", "3", "--alone", "1", "--json"]
     assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
-    assert ran == ["lm-tiny", "sweep", "lm-tiny"]
+    assert ran == ["train", "sweep", "train"]
     record = json.loads((tmp_path / "cost.json").read_text())
     whole, step = record["results"]
     assert whole["ms"] == {"sweep": 3000.0, "runs of their own": 6000.0}

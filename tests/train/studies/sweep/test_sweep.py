@@ -272,7 +272,7 @@ def test_a_signal_stops_the_command_which_then_goes_on(
         "in-turn",
     ]
     words += ["--lr", "2^-9:2^-6:4", "--no-eval", "--out", str(tmp_path)]
-    command = [sys.executable, "-u", "-m", "train", *words]
+    command = [sys.executable, "-u", "-m", "mupax", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert any(line.startswith("1/4") for line in child.stdout)
