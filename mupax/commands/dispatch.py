@@ -60,9 +60,12 @@ def overview() -> str:
     for group, commands in table.GROUPS.items():
         rows = [(command.name.ljust(width), command.summary) for command in commands]
         parts.append(f"{group}:\n{terminal.table(rows, indent=2)}")
-    parts.append(
-        terminal.wrapped("`mupax COMMAND --help` prints the flags and an example of one; --version the version.")
-    )
+    notes = [
+        "`mupax COMMAND --help` prints the flags of one and an example.",
+        "`mupax --version` prints the version.",
+        "`mupax --completion bash`, `zsh` or `fish` prints a script that completes commands and recipes.",
+    ]
+    parts.append("\n".join(map(terminal.wrapped, notes)))
     return "\n\n".join(parts)
 
 

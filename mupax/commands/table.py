@@ -56,6 +56,10 @@ def _parsed(command: type[command_line.Runnable], prog: str, words: list[str]) -
     return command_line.parse(command, prog, with_group_constants(words)).run()
 
 
+def _is_config(word: str) -> bool:
+    return word.partition("=")[0] == "--config"
+
+
 # Train
 
 
@@ -232,7 +236,9 @@ def _presets_constants(words: list[str]) -> int:
 def _presets_table(words: list[str]) -> int:
     from mupax.commands.presets import Table
 
-    return _parsed(Table, "mupax presets table", words)
+    # A file's model is what the table needs of it.
+    with_model = [f"--model{word.removeprefix('--config')}" if _is_config(word) else word for word in words]
+    return _parsed(Table, "mupax presets table", with_model)
 
 
 def _presets_limits(words: list[str]) -> int:

@@ -83,7 +83,7 @@ def test_text_has_the_forward_scales_and_the_rules(capsys: pytest.CaptureFixture
             "mup has no rule for the optimizer 'adagrad'",
         ),
         (["table", "mup", "--model", "gpt2", "--form", "plain"], "a tied readout has no plain form"),
-        (["table", "mup"], "this needs --model NAME"),
+        (["table", "mup"], "this needs --model MODEL|RECIPE|FILE"),
         (["tabel"], "no command is named 'tabel'; did you mean table?"),
     ],
 )

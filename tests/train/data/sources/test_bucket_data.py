@@ -75,7 +75,7 @@ def test_a_prepared_data_set_is_fetched_once(tmp_path: Path, bucket: str) -> Non
     notes.clear()
     load(SHORT, "tiny", notes, data_dir=f"{bucket}/tfds")
     assert notes == []
-    with pytest.raises(data.DataError, match=r"run `python -m mupax\.train\.data prepare mnist`, or set"):
+    with pytest.raises(data.DataError, match=r"run `mupax data prepare mnist`, or set"):
         load(SHORT, "mnist", data_dir=f"{bucket}/tfds")
 
 

@@ -98,7 +98,7 @@ def test_cifar5m_names_itself_where_a_part_is_damaged(tmp_path: Path) -> None:
     parts(tmp_path)
     load("cifar5m", tmp_path, CIFAR)
     next(tmp_path.glob("cifar5m/part2/*/*array_record*")).unlink()
-    with pytest.raises(data.DataError, match=r"part2/1\.0\.0 is damaged: .*train\.data prepare cifar5m\)"):
+    with pytest.raises(data.DataError, match=r"part2/1\.0\.0 is damaged: .*mupax data prepare cifar5m\)"):
         load("cifar5m", tmp_path, CIFAR)
 
 

@@ -225,9 +225,7 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"is in tfrecord, which only TensorFlow reads.*convert_format"):
         load("tiny", tmp_path, SHORT)
     info.write_text(whole[:40])
-    with pytest.raises(
-        data.DataError, match=r"no whole dataset_info\.json.*again \(python -m mupax\.train\.data prepare tiny\)"
-    ):
+    with pytest.raises(data.DataError, match=r"no whole dataset_info\.json.*again \(mupax data prepare tiny\)"):
         load("tiny", tmp_path, SHORT)
 
 
@@ -236,9 +234,9 @@ def test_damaged_data_sets_are_named(tmp_path: Path) -> None:
     [
         (
             "c4",
-            r"c4 is not prepared in .*write --data.name hf:allenai/c4:en, .*`python -m mupax\.train\.data prepare c4 --data-dir",
+            r"c4 is not prepared in .*write --data.name hf:allenai/c4:en, .*`mupax data prepare c4 --data-dir",
         ),
-        ("imagenet2012", r"run `python -m mupax\.train\.data prepare imagenet2012"),
+        ("imagenet2012", r"run `mupax data prepare imagenet2012"),
         ("cifar10", "is not prepared in"),
         ("cifar5", "no data is named 'cifar5'; did you mean .*cifar5m"),
         ("python_corpsu", "did you mean python_corpus"),

@@ -18,6 +18,7 @@ from mupax.presets.tuned import find as tuned
 from mupax.train.config import cli
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.recipes import RECIPES
+from mupax.train.config.record import words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import command
@@ -179,7 +180,7 @@ def test_what_comes_with_the_project_was_made_by_the_committed_command():
     presets = committed()
     assert {*studies, *tune.SEARCHED, SWEPT} == set(presets)
     for use, words in studies.items():
-        arguments = shlex.split(presets[use].provenance["command"].removeprefix("mupax transfer "))
+        _, *arguments = words_of(presets[use].provenance["command"])
         for each in (arguments, words):  # how long it may take decides nothing, nor where the file is kept
             del each[each.index("--minutes") + 1]
             del each[each.index("--save-tuned") + 1]
@@ -189,7 +190,7 @@ def test_what_comes_with_the_project_was_made_by_the_committed_command():
 @pytest.mark.parametrize("use", tune.SEARCHED)
 def test_what_was_searched_is_a_command_that_exists_and_beat_its_start(use: str, capsys: pytest.CaptureFixture[str]):
     preset, words = committed()[use], shlex.split(tune.SEARCHED[use])
-    recorded = shlex.split(preset.provenance["command"].removeprefix("mupax tune "))
+    _, *recorded = words_of(preset.provenance["command"])
     *expected, path = words
     assert recorded[:-1] == expected
     assert path == tune.path_of(use)
@@ -217,5 +218,5 @@ def test_the_first_run_is_its_tuned_preset():
     assert preset_of(config).base == preset_of(recipe).base
     assert preset_of(config).choices == preset_of(recipe).choices
     preset = tuned.find(SWEPT)
-    assert preset.provenance["command"].startswith("mupax sweep lm-laptop --model lm-proxy ")
+    assert words_of(preset.provenance["command"])[:4] == ["sweep", "lm-laptop", "--model", "lm-proxy"]
     assert config.optimizer != parsed("--preset", "mup:lm-python-v1").optimizer  # the control
