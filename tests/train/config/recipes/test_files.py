@@ -70,8 +70,8 @@ DRY = {
     "transfer": "--grow width=32,64 --dry-run",
     "check": "--grow width --sizes 2 --dry-run",
     "plan": "",
-    "roles": "",
-    "balance": "--out b.json",
+    "models roles": "",
+    "presets balance": "--out b.json",
 }
 """Commands that take a recipe, with flags of their own."""
 
@@ -112,14 +112,14 @@ def test_a_wrong_file_is_named_by_every_command(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nmodel: {widht: 32}\n")
-    assert main([command, "--config", "mine.yaml", *DRY[command].split()]) == 2
+    assert main([*command.split(), "--config", "mine.yaml", *DRY[command].split()]) == 2
     err = capsys.readouterr().err
     assert "mine.yaml" in err
     assert "model.widht" in err
     assert "model.width" in err
-    assert main([command, "none.yaml", *DRY[command].split()]) == 2
+    assert main([*command.split(), "none.yaml", *DRY[command].split()]) == 2
     assert "none.yaml" in capsys.readouterr().err
-    assert main([command, "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
+    assert main([*command.split(), "lm-tiny", "--config", "mine.yaml", *DRY[command].split()]) == 2
     err = capsys.readouterr().err
     assert "lm-tiny" in err
     assert "mine.yaml" in err

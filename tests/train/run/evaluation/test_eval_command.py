@@ -353,7 +353,7 @@ def test_what_a_model_cannot_do_is_said_by_name() -> None:
 
 def test_fit_returns_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     words = LM.replace("--workdir lm", "--workdir fitted").split()
-    config = cli.parse("lm-tiny", train.RECIPES["lm-tiny"], words[1:]).config
+    config = cli.parse("lm-tiny", train.RECIPES["lm-tiny"], words[2:]).config
     done = train.fit(config)
     assert (done.workdir, done.step, done.config) == (Path("fitted"), 4, config)
     assert done.metrics == metrics.read("fitted/metrics.jsonl")

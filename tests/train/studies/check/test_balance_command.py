@@ -171,7 +171,7 @@ def test_wrong_words(words: list[str], text: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.core
 def test_the_command_is_found(capsys: pytest.CaptureFixture[str]):
-    assert main(["--help"]) == 0
+    assert main(["presets", "--help"]) == 0
     assert "balance" in capsys.readouterr().out
     assert main(["presets", "balance", "--help"]) == 0
     assert "--out PATH.json" in capsys.readouterr().out
