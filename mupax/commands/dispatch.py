@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -109,12 +110,12 @@ def _run(command: Command, words: list[str], modules: Sequence[str]) -> int:
             return command.run([*_plugin_words(modules), *words])
         with memory.explained(command.less_memory):
             return command.run(words)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if not missing.startswith("mupax."):
+    except ImportError as error:
+        is_complete = importlib.util.find_spec("mupax.train.data") is not None
+        if is_complete or not (error.name or "").startswith("mupax."):
             raise
         raise command_line.UsageError(
-            f"{command.name} needs {missing}, which does not come with mupax-presets; install mupax"
+            f"{command.name} needs {error.name}, which does not come with mupax-presets; install mupax"
         ) from error
 
 
