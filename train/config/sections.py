@@ -61,6 +61,11 @@ class OptimizerConfig:
             raise ConfigError(
                 "optimizer.momentum is 0, which is plain SGD; write optimizer.name sgd, or a momentum above 0"
             )
+        if self.moment_dtype is not None and OPTIMIZERS[self.name].first_moment is None:
+            raise ConfigError(
+                f"optimizer.moment_dtype is {self.moment_dtype}, and {self.name} keeps all of its moments in float32; "
+                "leave it out"
+            )
         at_least("optimizer.", self, 0, "peak_lr", "weight_decay", "eps", "warmup_steps", "final_lr_fraction")
         at_least("optimizer.", self, 1, "decay_steps")
         for name in ("b1", "b2", "momentum"):
