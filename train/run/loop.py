@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ from mupax.train.run.evaluate import evaluation
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
-from mupax.train.run.runtime import STEP, Interrupted, Runtime, runtime
+from mupax.train.run.runtime import STEP, HookError, Interrupted, Runtime, runtime
 from mupax.train.run.start import (
     Position,
     Session,
@@ -39,14 +40,21 @@ from mupax.train.run.start import (
     starting_position,
 )
 
+if TYPE_CHECKING:
+    from mupax.train.run.hooks import Hooks
+
 _FREED_S = 0.005
 """Time for a CPU to free a step's temporaries, where there is no room for those of two steps."""
 _LISTEN_S = 0.1
 """How often a run that waits for data looks whether it is to stop."""
 
 
-def run(config: Config) -> int:
+def run(config: Config, hooks: Hooks | None = None) -> int:
     """Train a config to its last step.
+
+    Args:
+        config: complete config.
+        hooks: called after steps (`fit` has them).
 
     Returns:
         The exit code (0 done, 1 the run failed, 128 + its number stopped by a signal, after saving).
@@ -57,6 +65,7 @@ def run(config: Config) -> int:
         MemoryLimitError: more memory is needed than there is, before the first step.
         OutOfMemory: memory ran out all the same.
         DataError, ReadError: data that cannot be read later on, after saving.
+        HookError: a hook failed, after saving.
         SystemExit: stopped by a signal with nothing to save.
     """
     refuse_while_importing()
@@ -77,6 +86,8 @@ def run(config: Config) -> int:
         ):
             position = starting_position(program, data, sets, checkpoints, rt)
             session = compiled(program, data, sets, checkpoints, rt, position, limit)
+            if hooks is not None:
+                session = dataclasses.replace(session, hooks=hooks.begin(rt))
             if position.step < rt.config.steps:
                 rt.console.print(f"compiled in {session.compile_seconds:.1f} s")
             rt.stop.defer()
@@ -155,7 +166,7 @@ def train(session: Session, position: Position) -> TrainState:
         try:
             if not position.evaluated:
                 evaluation(session, report, state, step)
-            while step < steps and not session.evaluations.stopped:
+            while step < steps and not stopped_early(session):
                 batch = next_batch(batches, report, rt, step + 1)
                 oldest = max(position.step, step - session.in_flight) + 1
                 with rt.dispatching(f"step {oldest}, which the devices work on", STEP), report.profile.step(step + 1):
@@ -168,21 +179,30 @@ def train(session: Session, position: Position) -> TrainState:
                     time.sleep(_FREED_S)
                 report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
-        except (Interrupted, DataError, ReadError) as error:
+                if session.hooks is not None:
+                    session.hooks.call(report, rt, state, step)
+        except (Interrupted, DataError, ReadError, HookError) as error:
             reason = error
         report.finish()
         if reason is not None:
             interrupted(session, report, state, step, reason)
-        elif stopped := session.evaluations.stopped:
+        elif stopped := stopped_early(session):
             if step > position.step or not position.evaluated:
                 report.stopped(step, stopped)
             save(session, report, state, step, wait=True)
-            report.progress.note(
-                f"stopped early at step {step} of {steps}: {stopped}; to go on, add --resume with a larger --stop.patience or without it"
-            )
+            by_hook = session.hooks is not None and session.hooks.stopped == stopped
+            how = "add --resume" if by_hook else "add --resume with a larger --stop.patience or without it"
+            report.progress.note(f"stopped early at step {step} of {steps}: {stopped}; to go on, {how}")
     session.speed.update(report.timing.facts())
     rt.watchdog.waiting("the last checkpoint to be on disk")
     return state
+
+
+def stopped_early(session: Session) -> str:
+    """Return why a run ends before its last step, or an empty text."""
+    if session.hooks is not None and session.hooks.stopped:
+        return session.hooks.stopped
+    return session.evaluations.stopped
 
 
 def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step: int) -> Batch:
@@ -261,21 +281,21 @@ def save(session: Session, report: Report, state: TrainState, step: int, *, wait
 
 
 def interrupted(session: Session, report: Report, state: TrainState, step: int, reason: Exception) -> None:
-    """Save where a signal or unreadable data ended the run before its last step, and say how to go on.
+    """Save where a signal, unreadable data or a hook ended the run before its last step, and say how to go on.
 
     Args:
         session: of the run.
         report: shows how to go on.
         state: to save.
         step: steps done; 0 has nothing to save.
-        reason: what ended the run: `Interrupted`, or an error of its data.
+        reason: what ended the run: `Interrupted`, a hook's error, or an error of its data.
 
     Raises:
-        DataError, ReadError: `reason`, where it is one, with what was saved.
+        DataError, ReadError, HookError: `reason`, where it is one, with what was saved.
     """
     rt, steps = session.rt, session.rt.config.steps
-    # Of several processes one alone has failed; the others may wait for it within a step.
-    alone = isinstance(reason, Interrupted) or rt.processes.count == 1
+    # Where data fails, it is on one process of several; the others may wait for it within a step.
+    alone = isinstance(reason, (Interrupted, HookError)) or rt.processes.count == 1
     if step > 0 and alone:
         save(session, report, state, step, wait=True)
     unsaved = session.checkpoints.wait()
@@ -286,6 +306,11 @@ def interrupted(session: Session, report: Report, state: TrainState, step: int, 
         report.progress.note(f"stopped by {signal} at step {step} of {steps}, {saved}; {how}")
         return
     saved = saved if alone else f"the newest checkpoint is {session.checkpoints.latest}"
+    if isinstance(reason, HookError):
+        text = (
+            f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the hook and fit the config with resume=True"
+        )
+        raise HookError(text) from reason.__cause__
     raise type(reason)(
         f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the data and write the command with --resume to go on, "
         "and with --resume-change data where a file was replaced or removed"

@@ -161,6 +161,15 @@ class Report(contextlib.ExitStack):
             self._spool.send_later()
         self.progress.evaluated(row)
 
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the row of what hooks logged.
+
+        Args:
+            step: steps done.
+            values: numbers by name.
+        """
+        self._write({"step": step, **values})
+
     def show(self, step: int, media: Media) -> None:
         """Show images and histograms of an evaluation.
 

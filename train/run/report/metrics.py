@@ -56,11 +56,18 @@ _NUMBERS = (
     *("lr", "grad_norm", "tokens", "images", "seconds"),
 )
 """What a row has as numbers, or null."""
+OWN_NAMES = ("step", *_NUMBERS, "logit_z_loss", "weight", "batch", "spike", "skipped", "stopped", "nonfinite")
+"""Names in the rows that a run writes itself, besides those that `is_own_name` knows by how they begin."""
 _INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
 
 
 class MetricsError(MupaxError):
     """Metrics that cannot be read or logged as asked. The text says what to do instead."""
+
+
+def is_own_name(name: str) -> bool:
+    """Return whether a run writes rows with this name itself, so that no hook may."""
+    return name in OWN_NAMES or name.startswith(("eval_", "eval/", "perf_", "perf/", "train/"))
 
 
 def loss_per_byte(key: str, loss: float, data: Data) -> dict[str, float]:
