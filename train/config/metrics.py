@@ -137,6 +137,9 @@ def _accuracy(statistics: TokenStatistics, weights: jax.Array) -> jax.Array:
 
 METRICS: dict[str, Metric] = {
     "loss": Metric(label="loss", unit="nats", better="lower", from_loss=_loss, in_training=True),
+    "accuracy": Metric(
+        label="accuracy", unit="%", better="higher", total=_accuracy, in_training=True, pictures=("images",)
+    ),
     "perplexity": Metric(
         label="perplexity", unit="", better="lower", from_loss=_perplexity, shown="eval", pictures=(), form=".4g"
     ),
@@ -152,11 +155,8 @@ METRICS: dict[str, Metric] = {
     "bits_per_byte": Metric(
         label="bits per byte", unit="", better="lower", from_loss=_bits_per_byte, shown="eval", pictures=()
     ),
-    "accuracy": Metric(
-        label="accuracy", unit="%", better="higher", total=_accuracy, in_training=True, pictures=("images",)
-    ),
 }
-"""Name to the metric, in the order in which they are shown. Plug-ins add lines."""
+"""Name to the metric, in the order of the rows. Plug-ins add lines."""
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
 """Default of functions that sum metrics besides the loss."""
 _RESERVED = frozenset(

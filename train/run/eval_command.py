@@ -294,11 +294,15 @@ def _numbers(data: Any, scores: Any) -> dict[str, Any]:
 
 
 def _metric_lines(numbers: dict[str, Any]) -> dict[str, str]:
-    """Return the text of every metric by its label. The loss per byte stands behind the loss."""
-    lines = {METRICS[name].label: METRICS[name].text_with_unit(numbers[name]) for name in METRICS if name in numbers}
-    if "loss_per_byte" in numbers:
-        del lines[METRICS["loss_per_byte"].label]
-        lines["loss"] += f" per token, {METRICS['loss_per_byte'].text(numbers['loss_per_byte'])} nats per byte"
+    """Return the text of every metric by its label: the loss, what follows from it, and the others."""
+    lines = {}
+    for name in sorted(METRICS, key=lambda name: METRICS[name].from_loss is None):
+        if name not in numbers or name == "loss_per_byte":
+            continue
+        text = METRICS[name].text_with_unit(numbers[name])
+        if name == "loss" and "loss_per_byte" in numbers:
+            text += f" per token, {METRICS['loss_per_byte'].text(numbers['loss_per_byte'])} nats per byte"
+        lines[METRICS[name].label] = text
     return lines
 
 
