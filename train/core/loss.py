@@ -185,12 +185,14 @@ def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[Loss
     inputs = inputs._replace(reading=_in_product_type(inputs.reading))
     if inputs.reference is not None:
         inputs = inputs._replace(reference=_in_product_type(inputs.reference))
+    token_axes: Any = plan.tokens
+    scalar_axes: Any = ()
     input_axes = LossInputs(
         reading=_axes_of(plan, inputs.reading),
         reference=None if inputs.reference is None else _axes_of(plan, inputs.reference),
-        targets=plan.tokens,
-        weights=plan.tokens,
-        z_loss=None if inputs.z_loss is None else (),
+        targets=token_axes,
+        weights=token_axes,
+        z_loss=None if inputs.z_loss is None else scalar_axes,
     )
     sums_axes = jax.tree.map(lambda _: (), no_sums(plan.metrics, inputs.z_loss))
     grads_axes = input_axes.reading._replace(cap=None) if with_grads else None

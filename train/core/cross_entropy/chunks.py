@@ -74,7 +74,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
     start = (no_sums(plan.metrics, inputs.z_loss), grads)
     (sums, grads), by_chunk = jax.lax.scan(add, start, tokens)
     sums = _psum(sums, plan.summed)
-    if grads is None:
+    if grads is None or by_chunk is None:
         return sums, None
     features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
     weight = reduce_scatter(_psum(grads.weight, plan.shared), plan.scattered, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import chex
 import jax
@@ -60,7 +60,8 @@ def sums_of(
 def no_sums(metrics: Mapping[str, Metric], z_loss: jax.Array | None) -> LossSums:
     """Return the sums over no targets."""
     zero = jnp.float32(0)
-    return LossSums(zero, zero, dict.fromkeys(metrics, zero), z=None if z_loss is None else zero)
+    totals: dict[str, Any] = dict.fromkeys(metrics, zero)
+    return LossSums(zero, zero, totals, z=None if z_loss is None else zero)
 
 
 def reads_ranks(metrics: Mapping[str, Metric]) -> bool:
