@@ -107,6 +107,7 @@ def test_rows_and_the_screen_have_it(page: Page) -> None:
 def test_the_summary_and_the_trackers_have_it(page: Page) -> None:
     evaluations = [row for row in metrics.read("runs/top5/metrics.jsonl") if "eval_loss" in row]
     value = evaluations[-1]["eval_top5_accuracy"]
+    assert "vit-digits: 30 steps done" in page.train
     assert re.search(rf"evaluation top-5 accuracy +{100 * value:.2f} %", page.train)
     (events,) = Path("runs/top5/tensorboard").iterdir()
     assert events.read_bytes().count(b"eval/top5_accuracy") == len(evaluations)

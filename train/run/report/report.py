@@ -159,18 +159,18 @@ def summary(
     per_token = scale if per == "nats/byte" else None
     losses_of_text = _series(rows, "eval_loss", scale)[1]
     remark = f"{per}{_per_token(losses_of_text[-1], per_token)}" if losses_of_text.size else per
-    for name in _by_importance(unit):
-        metric = METRICS[name]
-        values = losses_of_text if name == "loss" else _series(rows, row_name(name))[1]
+    for metric_name in _by_importance(unit):
+        metric = METRICS[metric_name]
+        values = losses_of_text if metric_name == "loss" else _series(rows, row_name(metric_name))[1]
         if not values.size:
             continue
         ours = float(values[-1])
-        remark_of_metric = remark if name == "loss" else ""
-        text = metric.text(ours) if name == "loss" else metric.text_with_unit(ours)
+        remark_of_metric = remark if metric_name == "loss" else ""
+        text = metric.text(ours) if metric_name == "loss" else metric.text_with_unit(ours)
         table.add_row(Text(f"evaluation {metric.label}", "bold"), Text(text, "bold"), remark_of_metric)
         # The loss of images has no reference: theirs are of the accuracy.
-        reference_unit = name
-        if name == "loss":
+        reference_unit = metric_name
+        if metric_name == "loss":
             reference_unit = per if unit == "tokens" else None
         for reference in references:
             if reference.unit == reference_unit:
@@ -182,9 +182,9 @@ def summary(
         if values.size:
             remark = unit_of_set
             remark += _per_token(values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None)
-            for name, metric in shown_everywhere().items():
-                metric_values = _series(rows, row_name(name, further))[1]
-                if name != "loss" and metric_values.size:
+            for metric_name, metric in shown_everywhere().items():
+                metric_values = _series(rows, row_name(metric_name, further))[1]
+                if metric_name != "loss" and metric_values.size:
                     remark += f", {metric.label} {metric.text_with_unit(float(metric_values[-1]))}"
             table.add_row(f"  on {further}", f"{values[-1] / divisor:.4f}", remark)
     steps, losses = _series(rows, "loss")
