@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,17 @@ from mupax.train.config.metrics import TokenStatistics
 from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import Reading
+
+
+class _Part(NamedTuple):
+    """Logits of a part of the vocabulary."""
+
+    logits_NV: jax.Array
+    """Less those of the reference, float32."""
+    own_NV: jax.Array
+    """The model's own, float32."""
+    weight_DV: jax.Array
+    """Part of the readout that they are of."""
 
 
 def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading | None]:
@@ -51,13 +62,12 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
         x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
         return Reading(x_ND, weight_DV, of.scale, bias_V, cap=of.cap)
 
-    def logits(cut: slice, after: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Those of a part, float32, the model's own among them, and the part of the readout that they are of."""
+    def read_part(cut: slice, after: jax.Array | None = None) -> _Part:
         read = part(reading, cut, after)
         own_NV = logits_NV = read.logits()
         if reference is not None:
             logits_NV = logits_NV - part(reference, cut, after).logits()
-        return logits_NV, own_NV, read.weight
+        return _Part(logits_NV, own_NV, read.weight)
 
     def column(cut: slice) -> jax.Array:
         return offset + cut.start + jnp.arange(cut.stop - cut.start)
@@ -72,7 +82,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
             features_ND, *done = jax.lax.optimization_barrier((features_ND, *(each[-1] for each in recent)))
             for each, x in zip(recent, done, strict=True):
                 each[-1] = x
-        logits_NV, *_ = logits(cut)
+        logits_NV = read_part(cut).logits_NV
         top_N = jnp.max(logits_NV, axis=1)
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
         tops.append(top_N)
@@ -93,9 +103,10 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
     statistics = TokenStatistics(loss=partition_N - label_N, log_partition=partition_N, correct=hit_N)
     if reads_ranks(plan.metrics):
         # The target's logit is known after all parts alone, so that logits are computed once more, as for gradients.
-        rank_N, after_N = jnp.zeros(targets_N.shape, jnp.int32), label_N
+        rank_N = jnp.zeros(targets_N.shape, jnp.int32)
+        after_N = label_N
         for cut in cuts:  # one after the other, so that logits of one part exist at a time
-            logits_NV, *_ = logits(cut, after_N)
+            logits_NV = read_part(cut, after_N).logits_NV
             rank_N += count_ranks(logits_NV, label_N, column(cut), targets_N)
             after_N = rank_N
         statistics = statistics._replace(counted_rank=several(jax.lax.psum, rank_N))
@@ -110,8 +121,10 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
             features_ND, rows[-2] = jax.lax.optimization_barrier((features_ND, rows[-2]))
         own_NV = weight_DV = None
         if exp_NV is None:
-            logits_NV, own_NV, weight_DV = logits(cut, slope_NV)
-            probability_NV = jnp.exp(logits_NV - top_N[:, None]) / exp_N[:, None]
+            again = read_part(cut, slope_NV)
+            own_NV = again.own_NV
+            weight_DV = again.weight_DV
+            probability_NV = jnp.exp(again.logits_NV - top_N[:, None]) / exp_N[:, None]
         else:
             probability_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None]
         if z_loss is not None:  # d logsumexp^2 = 2 logsumexp softmax
