@@ -21,6 +21,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.plugins import PluginError
 from mupax.train.config.sections import METRIC
 
 TEMPLATE_FLAG: Any = conf.arg(name="data.chat-template", aliases=("--chat-template",), metavar="FILE")
@@ -87,8 +88,11 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Checkpoints, "mupax train checkpoints", argv)
 
     from mupax.train.checkpoints import workdir
+    from mupax.train.config import plugins
 
     record = workdir.read_record(args.workdir)
+    with contextlib.suppress(PluginError):  # the list needs them only to mark the best by a metric of theirs
+        plugins.restore(record)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     metric = _best_metric(record["config"])
     _add_metrics(rows, args.workdir, metric)
@@ -189,6 +193,7 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         metric: of an evaluation, by which the best is told.
     """
     from mupax.train.checkpoints import selection
+    from mupax.train.config.metrics import METRICS, metric_name
     from mupax.train.config.sections import cost
 
     by_step = _metrics_by_step(workdir)
@@ -196,6 +201,9 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         evaluation = selection.read(workdir / row["path"])
         row["metrics"] = evaluation | by_step.get(row["step"], {})
         row["best"] = False
+    if metric_name(metric) not in METRICS:
+        terminal.note(f"{metric} is of a module that is not imported, so that no checkpoint is marked as the best")
+        return
     costs = [(cost(metric, row["metrics"].get(metric)), row["step"], index) for index, row in enumerate(rows)]
     finite = [entry for entry in costs if math.isfinite(entry[0]) and _counts(rows[entry[2]])]
     if finite:

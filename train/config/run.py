@@ -18,6 +18,7 @@ from mupax.presets.roles import ENCODER
 from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.data import DataConfig, TransformsConfig, source
 from mupax.train.config.devices import DistributedConfig, MeshConfig
+from mupax.train.config.metrics import check_table
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.sections import (
     CheckpointConfig,
@@ -179,7 +180,8 @@ class Config:
             )
 
     def _check_metrics(self) -> None:
-        """Refuse a best checkpoint or a stop by what no evaluation measures."""
+        """Refuse a table of metrics that is wrong, and a best checkpoint or a stop by what no evaluation measures."""
+        check_table()
         metrics = metrics_of(self.data.evaluation_sets)
         for flag, count, metric in (
             ("checkpoint.keep_best", self.checkpoint.keep_best, self.checkpoint.best_metric),

@@ -11,6 +11,7 @@ from tyro import conf
 
 from mupax.presets.optimizers import OPTIMIZERS, refused
 from mupax.train.config.checks import at_least, check_place
+from mupax.train.config.metrics import metric_of, row_name, shown_everywhere
 from mupax.zoo.configs import ConfigError
 
 
@@ -124,19 +125,26 @@ METRIC = "eval_loss"
 
 def metrics_of(sets: Iterable[str]) -> list[str]:
     """Names of the numbers of an evaluation, as metrics.jsonl has them, of a run with these further evaluation sets."""
-    return [METRIC, "eval_accuracy", *(f"eval/{name}/{measure}" for name in sets for measure in ("loss", "accuracy"))]
+    names = [row_name(name) for name in shown_everywhere()]
+    for data_set in sets:
+        names += [row_name(name, data_set) for name in shown_everywhere()]
+    return names
 
 
 def cost(metric: str, value: float | None) -> float:
     """A number of an evaluation as one of which less is better; inf for one that is not finite.
 
     Args:
-        metric: its name; of accuracies more is better.
+        metric: its name in a row; `METRICS` says which direction is better.
         value: None stands for what is not finite.
+
+    Raises:
+        MetricError: This process has no such metric.
     """
+    better = metric_of(metric).better
     if value is None or not math.isfinite(value):
         return math.inf
-    return -value if metric.endswith("accuracy") else value
+    return -value if better == "higher" else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
