@@ -279,16 +279,28 @@ def record(
     modules = plugins.record(config)
     if modules:
         content["plugins"] = modules
-    run = secrets.token_hex(8)
-    if before := recorded(path):
-        run, segments = before.pop("run", run), before.pop("segments", [])
-        if _lasting(before) != _lasting(json.loads(json.dumps(content))):
-            segments = [*segments, {"until_step": step, **before}]
-        content |= {"segments": segments} if segments else {}
+    before = recorded(path)
+    content = with_earlier_parts(content, before, step)
+    run = before.get("run") or secrets.token_hex(8)
     content = {"run": run, **content}
     plugins.remember_run(run, modules)
     disk.write_whole(path / RECORD, json.dumps(content, indent=2) + "\n")
     return content
+
+
+def with_earlier_parts(content: Mapping[str, Any], before: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return the record of a new part of a run with the parts before it under `segments`.
+
+    Args:
+        content: what the new part records.
+        before: content of config.json so far; empty for a new run.
+        step: steps done when the new part begins.
+    """
+    part = {name: value for name, value in before.items() if name not in ("run", "segments")}
+    segments = list(before.get("segments", ()))
+    if part and _lasting(part) != _lasting(json.loads(json.dumps(content))):
+        segments.append({"until_step": step, **part})
+    return {**content, "segments": segments} if segments else dict(content)
 
 
 def read_record(path: Path) -> dict[str, Any]:

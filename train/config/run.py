@@ -19,8 +19,8 @@ from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.data import DataConfig, TransformsConfig, source
 from mupax.train.config.devices import DistributedConfig, MeshConfig
 from mupax.train.config.preset import PresetConfig
+from mupax.train.config.retention import CheckpointConfig, SaveNeed
 from mupax.train.config.sections import (
-    CheckpointConfig,
     EmaConfig,
     FaultsConfig,
     InitConfig,
@@ -50,7 +50,7 @@ class Config:
     init: conf.OmitArgPrefixes[InitConfig] = InitConfig()
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = dataclasses.field(default=CheckpointConfig())
     stop: StopConfig = StopConfig()
     faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
@@ -222,10 +222,15 @@ class Config:
         every = self.log.eval_every_steps
         return step > 0 and (step == self.steps or (every is not None and step % every == 0))
 
-    def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps: where the best are kept, at every evaluation too."""
-        best = self.checkpoint.keep_best is not None and self.evaluates_after(step)
-        return best or step == self.steps or step % self.checkpoint.every_steps == 0
+    def save_need(self, step: int) -> SaveNeed:
+        """Return whether a checkpoint is due after a step, and whether the run waits for the checkpoint before."""
+        if step == self.steps:
+            return SaveNeed.REQUIRED
+        need = self.checkpoint.save_need(step, evaluates=self.evaluates_after(step))
+        if need is SaveNeed.OPTIONAL and self.faults.bad_numbers == "rollback":
+            # The step that a rollback goes back to must not depend on how fast the disk is.
+            return SaveNeed.REQUIRED
+        return need
 
     def resolved(self) -> Config:
         """The same run with the defaults that depend on other fields written out."""

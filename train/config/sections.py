@@ -135,27 +135,6 @@ def cost(metric: str, value: float | None) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When the run is saved, beside at its end."""
-
-    every_steps: int = 500
-    """Optimizer steps between checkpoints."""
-    keep: int = 2
-    """Newest checkpoints kept."""
-    keep_best: Annotated[int | None, conf.arg(metavar="N")] = None
-    """Checkpoints kept beside them, the best by an evaluation; one is then saved at every evaluation too. None keeps none."""
-    best_metric: Annotated[str, conf.arg(metavar="METRIC")] = METRIC
-    """By which number of an evaluation, as metrics.jsonl names it: eval_loss, eval_accuracy, or eval/NAME/loss of data.evaluate."""
-
-    def __post_init__(self) -> None:
-        at_least("checkpoint.", self, 1, "every_steps", "keep", "keep_best")
-        if self.best_metric != METRIC and self.keep_best is None:
-            raise ConfigError(
-                "checkpoint.best_metric says which checkpoints are the best; add --checkpoint.keep-best 1"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StopConfig:
     """When a run ends before its last step, because its evaluations have stopped improving."""
 

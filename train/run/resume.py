@@ -151,7 +151,8 @@ def announce(
     for change in changed:
         warn(f"changed since: {change}")
     if any(change.startswith("checkpoint.") for change in changed) and step < config.steps:
-        leaving = runtime.processes.broadcast("leaving", checkpoints.leaving)
+        upcoming = workdir.with_earlier_parts({"config": to_json(config)}, recorded, step)
+        leaving = runtime.processes.broadcast("leaving", lambda: checkpoints.leaving(upcoming))
         leaving = [saved for saved in leaving if saved <= step]  # later ones move to a branch
         if leaving:
             listed = ", ".join(map(str, leaving))
