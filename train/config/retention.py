@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 from tyro import conf
 
+from mupax.config_fields import Affects
 from mupax.train.config.checks import at_least
 from mupax.train.config.sections import METRIC, cost
 from mupax.zoo.configs import ConfigError
@@ -124,15 +125,19 @@ class EveryN(Policy):
 class CheckpointConfig:
     """How often to save checkpoints and which of them to keep. The last step is always saved."""
 
-    every_steps: int = 500
+    every_steps: Annotated[int, Affects("course", 3)] = 500
     """Optimizer steps between checkpoints."""
-    keep: int = 2
+    keep: Annotated[int, Affects("course", 1)] = 2
     """Keep the N newest checkpoints."""
-    keep_best: Annotated[int | None, conf.arg(metavar="N")] = None
+    keep_best: Annotated[
+        int | None, conf.arg(metavar="N"), Affects("course", test="train/run/saves/test_best_checkpoint.py")
+    ] = None
     """Also keep the N best checkpoints, ranked by best_metric. Saves at every evaluation. Off by default."""
-    keep_every: Annotated[int | None, conf.arg(metavar="N")] = None
+    keep_every: Annotated[int | None, conf.arg(metavar="N"), Affects("course", 1)] = None
     """Also keep the checkpoints at multiples of N steps, for good. Saves at each of them. Off by default."""
-    best_metric: Annotated[str, conf.arg(metavar="METRIC")] = METRIC
+    best_metric: Annotated[
+        str, conf.arg(metavar="METRIC"), Affects("course", test="train/run/saves/test_best_checkpoint.py")
+    ] = METRIC
     """Metric of an evaluation, as metrics.jsonl names it: eval_loss, eval_accuracy, or eval/NAME/loss of data.evaluate."""
 
     def __post_init__(self) -> None:

@@ -80,7 +80,10 @@ def record(**checkpoint: object) -> dict:
 
 
 def test_the_parts_of_a_run_are_read_from_its_record() -> None:
-    earlier = [{"until_step": 4, **record(keep=1, keep_every=2)}, {"until_step": 8, **record(keep=3, of_a_later_version=1)}]
+    earlier = [
+        {"until_step": 4, **record(keep=1, keep_every=2)},
+        {"until_step": 8, **record(keep=3, of_a_later_version=1)},
+    ]
     content = {**record(keep=2, keep_best=1, best_metric="eval_accuracy"), "segments": earlier}
     parts = [RunPart(0, (Newest(1), EveryN(2))), RunPart(4, (Newest(3),))]
     assert retention.run_parts(content) == [*parts, RunPart(8, (Newest(2), Best(1, "eval_accuracy")))]
