@@ -15,7 +15,7 @@ import numpy as np
 
 from mupax.plugins import refuse_while_importing
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.checkpoints.selection import Ranking
+from mupax.train.config.retention import SaveNeed
 from mupax.train.config.run import Config
 from mupax.train.core.nonfinite import RejectedStep
 from mupax.train.core.program import assemble
@@ -77,11 +77,12 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
         program = assemble(rt.config)
         check_state(program, memory_limit(program, rt, "start"))
         data = load_data(program, rt)
-        sets, keep = load_sets(program, data, rt), rt.config.checkpoint
+        sets = load_sets(program, data, rt)
         limit = memory_limit(program, rt, "data")
-        best = Ranking(keep.keep_best or 0, keep.best_metric)
         with (
-            Checkpoints(rt.folder, keep.keep, rt.processes, rt.console.print, rt.send, best) as checkpoints,
+            Checkpoints(
+                rt.folder, rt.config.checkpoint, processes=rt.processes, note=rt.console.print, before=rt.send
+            ) as checkpoints,
             out_of_memory(program),
         ):
             position = starting_position(program, data, sets, checkpoints, rt)
@@ -242,20 +243,13 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
         step: steps done.
     """
     config = session.rt.config
-    saves, evaluates = config.saves_after(step), config.evaluates_after(step)
-    if not (saves or evaluates):
+    save_need = config.save_need(step)
+    evaluates = config.evaluates_after(step)
+    if save_need is SaveNeed.NONE and not evaluates:
         return
     with report.paused():
-        if saves:
-            # What a rollback goes back to must not depend on how fast the disk is.
-            best = evaluates and config.checkpoint.keep_best is not None  # it may be among them
-            save(
-                session,
-                report,
-                state,
-                step,
-                wait=best or step == config.steps or config.faults.bad_numbers == "rollback",
-            )
+        if save_need is not SaveNeed.NONE:
+            save(session, report, state, step, wait=save_need is SaveNeed.REQUIRED)
         if evaluates:
             evaluation(session, report, state, step)
 
