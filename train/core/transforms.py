@@ -137,12 +137,12 @@ def stored(direction: optax.GradientTransformation, moment: str, dtype: str) -> 
     extended = optax.with_extra_args_support(direction)
 
     def moment_of(state: Any) -> Any:
-        found = optax.tree.get(state, moment)
-        if found is None:
+        value = optax.tree.get(state, moment)
+        if value is None:
             raise ConfigError(
                 f"optimizer.moment_dtype is {dtype}, and the optimizer's state has no {moment} to keep in it; leave it out"
             )
-        return found
+        return value
 
     def with_moment(state: Any, value: Any) -> Any:
         return optax.tree.set(state, **{moment: value})

@@ -6,16 +6,14 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from mupax.errors import MupaxError
 from mupax.train.config.run import Config
 from mupax.train.core.state import TrainState
 from mupax.train.run.report.metrics import OWN_NAMES, is_own_name
-from mupax.train.run.runtime import HookError
 
 if TYPE_CHECKING:
-    from mupax.train.run.results import Report
     from mupax.train.run.runtime import Runtime
 
 
@@ -119,6 +117,17 @@ class HookRun:
         return values, self._reason
 
 
+class Outcome(NamedTuple):
+    """Result of the hooks of one step."""
+
+    values: dict[str, float]
+    """Numbers that they logged on this process."""
+    failure: str
+    """Which hook failed and how, on the first process where one did, or an empty text."""
+    cause: Exception | None
+    """The exception, where it is this process's."""
+
+
 class Hooks:
     """The hooks of a run, and whether one of them has stopped it.
 
@@ -150,44 +159,36 @@ class Hooks:
         """Return the hooks to call after a step."""
         return [hook for hook in self._hooks if step % hook.steps == 0]
 
-    def call(self, report: Report, runtime: Runtime, state: TrainState, step: int) -> None:
+    def call(self, runtime: Runtime, state: TrainState, step: int) -> Outcome:
         """Call the hooks that are due after a step, and agree with the other processes on what they want.
 
+        A reason to stop is in `stopped` afterwards.
+
         Args:
-            report: Gets the row of what is logged.
             runtime: Whose processes agree.
             state: State after the step.
             step: Steps done.
-
-        Raises:
-            HookError: A hook failed, on this process or on another.
-            RejectedStep: The step is bad, under the policy of the run.
         """
-        due = self.due(step)
-        if not due or self._run is None:
-            return
+        assert self._run is not None, "begin comes first"
         cause: Exception | None = None
         failure = ""
-        with report.paused():
-            for hook in due:
-                runtime.watchdog.waiting(f"the hook {hook.name} at step {step}")
-                try:
-                    hook.function(step, state, self._run)
-                except Exception as error:
-                    cause = error
-                    failure = f"{hook.name} at step {step}: {''.join(traceback.format_exception_only(error)).strip()}"
-                    break
+        for hook in self.due(step):
+            runtime.watchdog.waiting(f"the hook {hook.name} at step {step}")
+            try:
+                hook.function(step, state, self._run)
+            except Exception as error:
+                cause = error
+                failure = f"{hook.name} at step {step}: {''.join(traceback.format_exception_only(error)).strip()}"
+                break
         values, reason = self._run.take()
         self._calls += 1
         outcomes = runtime.processes.gather(f"hooks/{self._calls}", [failure, reason])
         failure, reason = runtime.processes.broadcast(
             f"hooks/{self._calls}/ends", lambda: first_outcome(outcomes or [])
         )
-        if values:
-            report.logged(step, values)
-        if failure:
-            raise HookError(f"the hook {failure}") from cause
-        self.stopped = reason
+        if not failure:
+            self.stopped = reason
+        return Outcome(values, failure, cause)
 
 
 def first_outcome(outcomes: Sequence[Sequence[str]]) -> list[str]:

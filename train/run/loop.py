@@ -180,8 +180,7 @@ def train(session: Session, position: Position) -> TrainState:
                     time.sleep(_FREED_S)
                 report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
-                if session.hooks is not None:
-                    session.hooks.call(report, rt, state, step)
+                call_hooks(session, report, state, step)
         except (Interrupted, DataError, ReadError, HookError) as error:
             reason = error
         report.finish()
@@ -197,6 +196,29 @@ def train(session: Session, position: Position) -> TrainState:
     session.speed.update(report.timing.facts())
     rt.watchdog.waiting("the last checkpoint to be on disk")
     return state
+
+
+def call_hooks(session: Session, report: Report, state: TrainState, step: int) -> None:
+    """Call the user's hooks that are due after a step, and write what they log.
+
+    Args:
+        session: of the run.
+        report: gets the row.
+        state: after the step.
+        step: steps done.
+
+    Raises:
+        HookError: a hook failed, on this process or on another.
+        RejectedStep: the step is bad, under the policy of the run.
+    """
+    if session.hooks is None or not session.hooks.due(step):
+        return
+    with report.paused():
+        outcome = session.hooks.call(session.rt, state, step)
+    if outcome.values:
+        report.logged(step, outcome.values)
+    if outcome.failure:
+        raise HookError(f"the hook {outcome.failure}") from outcome.cause
 
 
 def stopped_early(session: Session) -> str:

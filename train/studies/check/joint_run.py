@@ -129,13 +129,13 @@ def _moments(name: str) -> tuple[str, str]:
         ConfigError: it has not two such fields.
     """
     row = OPTIMIZERS[name]
-    others = [field for field in row.moments if field != row.first_moment]
-    if row.first_moment is None or len(others) != 1:
+    second_moments = [field for field in row.moments if field != row.first_moment]
+    if row.first_moment is None or len(second_moments) != 1:
         raise ConfigError(
             f"{name} keeps {', '.join(row.moments) or 'no moments'}, and this is theory of optimizers with a first moment and "
             "one other; write adamw"
         )
-    return row.first_moment, others[0]
+    return row.first_moment, second_moments[0]
 
 
 def _program(
