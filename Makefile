@@ -13,6 +13,9 @@ PKG ?=
 # Tests of the compiled step, of meshes and of bitwise resume: those that LLVM's optimizations can change.
 USERS_XLA := tests/train/core tests/train/parallel tests/train/run/saves tests/zoo/layers
 
+# Tests start hundreds of processes; each would compile every module anew where bytecode is not kept.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INTERPRETERS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)

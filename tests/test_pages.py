@@ -45,7 +45,13 @@ def shallow(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("page", "accuracy"),
-    [("add_a_model", 0.5), ("add_an_optimizer", 0.5), ("add_a_dataset", 0.9), ("add_a_preset", 0.5)],
+    [
+        ("add_a_model", 0.5),
+        ("add_an_optimizer", 0.5),
+        ("add_a_dataset", 0.9),
+        ("add_a_preset", 0.5),
+        ("add_a_hook", 0.5),
+    ],
 )
 def test_a_page_works(
     page: str, accuracy: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -71,6 +77,10 @@ def test_a_page_works(
         assert "0.25" in capsys.readouterr().out.splitlines()
         with pytest.raises(PresetError, match=r"no rule for the optimizer 'muon' \(its updates do not grow"):
             presets.get(recipe).family("muon")
+    elif page == "add_a_hook":
+        distances = [row["gains/distance"] for row in rows if "gains/distance" in row]
+        assert len(distances) == 3
+        assert 0 < distances[0] < distances[-1] < 0.1
     elif page == "add_an_optimizer":
         import optax
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from mupax.train.core.program import Program, assemble
     from mupax.train.reuse.model import Model, Prediction, load
     from mupax.train.run.fit import Run, TrainingFailed, fit
+    from mupax.train.run.hooks import HookRun, every
+    from mupax.train.run.runtime import HookError
 
 __all__ = [
     "RECIPES",
@@ -40,6 +42,8 @@ __all__ = [
     "Config",
     "DataConfig",
     "DistributedConfig",
+    "HookError",
+    "HookRun",
     "MeshConfig",
     "Model",
     "OptimizerConfig",
@@ -50,6 +54,7 @@ __all__ = [
     "Run",
     "TrainingFailed",
     "assemble",
+    "every",
     "fit",
     "load",
     "parameterize",
@@ -62,6 +67,9 @@ _PLACES = {
     "Program": "core.program",
     "assemble": "core.program",
     "fit": "run.fit",
+    "every": "run.hooks",
+    "HookRun": "run.hooks",
+    "HookError": "run.runtime",
     "Run": "run.fit",
     "TrainingFailed": "run.fit",
     "load": "reuse.model",

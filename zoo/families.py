@@ -9,8 +9,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from mupax.config_fields import Affects
 from mupax.errors import MupaxError
 from mupax.plugins import importable_name
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
@@ -52,24 +53,26 @@ class ArraySpec(NamedTuple):
 class ComputeConfig:
     """How a model runs: same function, different speed, memory and rounding."""
 
-    layers: Literal["auto", "scan", "unrolled"] = "auto"
+    layers: Annotated[Literal["auto", "scan", "unrolled"], Affects("rounding", "unrolled")] = "auto"
     """One compiled block looped over depth (compile time constant in depth), or every block compiled (faster on CPU)."""
-    remat: Remat = "none"
+    remat: Annotated[Remat, Affects("rounding", "block")] = "none"
     """What the backward pass recomputes: nothing, all but matrix products, all but the outputs of attention's kernel, or whole blocks, whose
     inputs offload keeps in the host's memory."""
-    attention: AttentionName = "auto"
+    attention: Annotated[AttentionName, Affects("rounding", test="zoo/layers/test_kernels.py")] = "auto"
     """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU; where devices split positions, a ring on TPU."""
-    attention_block: int | None = None
+    attention_block: Annotated[int | None, Affects("rounding", test="zoo/layers/test_kernels.py")] = None
     """Positions on a side of a splash kernel's block, a multiple of 128; what suits the chip unless given."""
-    projections: Literal["auto", "separate", "fused"] = "auto"
+    projections: Annotated[Literal["auto", "separate", "fused"], Affects("rounding", "fused")] = "auto"
     """Queries, keys and values, and an MLP's gate and up, by a product each or by one; they stay parameters of their own."""
-    cross_entropy: CrossEntropy = "auto"
+    cross_entropy: Annotated[CrossEntropy, Affects("rounding", "chunked")] = "auto"
     """All logits at once, those of a few tokens at a time, or of a part of the vocabulary; auto takes parts where logits would be large."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    param_dtype: Annotated[Literal["float32", "bfloat16"], Affects("rounding", "bfloat16")] = "float32"
     """Storage of parameters and optimizer state. Updates are computed in float32; bfloat16 is rounded stochastically."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], Affects("rounding", "bfloat16")] = "float32"
     """Matrix products and activations; norms, softmax and the loss stay in float32."""
-    product_dtype: Literal["int8", "float8"] | None = None
+    product_dtype: Annotated[
+        Literal["int8", "float8"] | None, Affects("rounding", test="zoo/layers/test_layers.py")
+    ] = None
     """Products of blocks with their weights, forward and back, in this type (extra `quantized`); in dtype unless given."""
 
     def __post_init__(self) -> None:
@@ -97,7 +100,7 @@ class ModelConfig(abc.ABC):
     denoises: ClassVar[bool] = False
     """Whether it reads one text and writes another: text with noise (`data.noise`), and what was there."""
 
-    centered: bool = False
+    centered: Annotated[bool, Affects("model", True)] = False
     """Train f - f at initialization (Bordelon et al. 2024), not f."""
     compute: ComputeConfig = ComputeConfig()
 
@@ -196,8 +199,8 @@ class TokenModel(ModelConfig):
     task: ClassVar[Task] = "tokens"
     output_axis: ClassVar[str] = "vocab"
 
-    vocab_size: int
-    seq_len: int
+    vocab_size: Annotated[int, Affects("model", 257)]
+    seq_len: Annotated[int, Affects("model", 12)]
     """Longest context, and the number of learned positions."""
 
     def sizes(self) -> dict[str, int]:
@@ -219,11 +222,11 @@ class ImageModel(ModelConfig):
     task: ClassVar[Task] = "images"
     output_axis: ClassVar[str] = "classes"
 
-    image_size: int
+    image_size: Annotated[int, Affects("model", 12)]
     """Height and width of the square input, in pixels."""
-    patch_size: int
-    channels: int = 3
-    num_classes: int = 1000
+    patch_size: Annotated[int, Affects("model", 2)]
+    channels: Annotated[int, Affects("model", 3)] = 3
+    num_classes: Annotated[int, Affects("model", 9)] = 1000
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -89,21 +89,18 @@ class Layout:
         part, within = jnp.divmod(places, length // parts)
         return jnp.where(part % 2, parts - 1 - part // 2, part // 2) * (length // parts) + within
 
-    def local(self, function: Callable[..., Any], inputs: tuple[Axes, ...], outputs: Any) -> Callable[..., Any]:
+    def local(self, function: Callable[..., Any], inputs: tuple[Any, ...], outputs: Any) -> Callable[..., Any]:
         """`function` on every device's own part, by `jax.shard_map`: for kernels that the compiler cannot split.
 
         Args:
-            function: of arrays, which it gets as one device's parts.
-            inputs: logical axes of every argument; each must divide its dimension.
-            outputs: those of the result, or a tuple of them for a tuple of results.
+            function: of arrays or pytrees of them, which it gets as one device's parts.
+            inputs: logical axes of every argument, or a pytree of them; each must divide its dimension.
+            outputs: those of the result, or a pytree of them.
         """
         if self.mesh.size == 1:
             return function
-        several = bool(outputs) and isinstance(outputs[0], tuple)
-        out_specs = tuple(map(self._spec, outputs)) if several else self._spec(outputs)
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=tuple(map(self._spec, inputs)), out_specs=out_specs, check_vma=False
-        )
+        in_specs, out_specs = jax.tree.map(self._spec, (inputs, outputs), is_leaf=_is_axes)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def mean(self, x: jax.Array) -> jax.Array:
         """The mean of x over the devices that split examples: x, but inside of `manual.Manual`, where it is of this device's alone."""
@@ -181,6 +178,11 @@ class Layout:
             used.update(names)
             parts.append(names if len(names) > 1 else next(iter(names), None))
         return PartitionSpec(*parts)
+
+
+def _is_axes(node: Any) -> bool:
+    """Return whether a node of a pytree is the logical axes of one array. A named tuple is a node with children."""
+    return type(node) is tuple and all(axis is None or isinstance(axis, str) for axis in node)
 
 
 _CURRENT: ContextVar[Layout | None] = ContextVar("layout", default=None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from mupax.config_fields import Affects
 from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, with_value_dim
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.experts.config import RoutingConfig, check
@@ -46,45 +47,45 @@ class Sight(NamedTuple):
 class TransformerConfig(ModelConfig):
     """Blocks of attention and MLP. Sizes are counts; `head_dim` defaults to width / num_heads."""
 
-    width: int
+    width: Annotated[int, Affects("model", 32)]
     """Residual stream size D."""
-    depth: int
+    depth: Annotated[int, Affects("model", 3)]
     """Residual blocks L (one block = attention + MLP)."""
-    num_heads: int
+    num_heads: Annotated[int, Affects("model", 4)]
     """Query heads H."""
-    head_dim: int | None = None
+    head_dim: Annotated[int | None, Affects("model", 6)] = None
     """Dimension per head N; width / num_heads unless given."""
-    value_dim: int | None = None
+    value_dim: Annotated[int | None, Affects("model", 3)] = None
     """Dimension of a head's values, where it is not that of its queries and keys."""
-    num_kv_heads: int | None = None
+    num_kv_heads: Annotated[int | None, Affects("model", 1)] = None
     """Key and value heads (grouped-query attention); num_heads unless given."""
-    mlp_ratio: float = 4.0
+    mlp_ratio: Annotated[float, Affects("model", 3.0)] = 4.0
     """MLP hidden size F = mlp_ratio * width, which must be a whole number."""
-    activation: Activation = "gelu"
+    activation: Annotated[Activation, Affects("model", "relu")] = "gelu"
     """gelu is the tanh form, as in GPT-2; gelu_exact the one with erf, 1e-3 away."""
-    norm: Norm = "layernorm"
-    norm_eps: float = 1e-5
+    norm: Annotated[Norm, Affects("model", "rmsnorm")] = "layernorm"
+    norm_eps: Annotated[float, Affects("model", 0.001)] = 1e-5
     """Added to the variance (rmsnorm: the mean square) that a norm divides by."""
-    norm_gain: bool = True
+    norm_gain: Annotated[bool, Affects("model", False)] = True
     """Trainable norm gains."""
-    bias: bool = True
+    bias: Annotated[bool, Affects("model", False)] = True
     """Trainable biases of matrices and of LayerNorm. A key bias exists only where it has a gradient (rotary, QK-norm)."""
-    qkv_bias: bool = False
+    qkv_bias: Annotated[bool, Affects("model", True, given={"model.bias": False})] = False
     """Trainable biases of queries, keys and values alone, where `bias` is off."""
-    qk_norm: bool = False
+    qk_norm: Annotated[bool, Affects("model", True)] = False
     """RMS-normalize queries and keys per head, with a gain shared by heads."""
-    qk_norm_kind: Norm = "rmsnorm"
+    qk_norm_kind: Annotated[Norm, Affects("model", "layernorm", given={"model.qk_norm": True})] = "rmsnorm"
     """layernorm subtracts the mean of queries and keys too (no bias)."""
-    branch_activation: Literal["none", "gelu"] = "none"
+    branch_activation: Annotated[Literal["none", "gelu"], Affects("model", "gelu")] = "none"
     """gelu: a branch reads GELU of its norm's output, as in Bordelon et al. 2024's language model."""
 
-    experts: int | None = None
+    experts: Annotated[int | None, Affects("model", 2, given={"model.experts": 4})] = None
     """Experts E in place of every block's MLP, of which a token goes to a few; none unless given."""
-    active_experts: int | None = None
+    active_experts: Annotated[int | None, Affects("model", 1, given={"model.experts": 4})] = None
     """Experts that a token goes to; 2 of them unless given, or the only one."""
-    expert_dim: int | None = None
+    expert_dim: Annotated[int | None, Affects("model", 8, given={"model.experts": 4})] = None
     """Hidden size of an expert; the MLP's over active_experts unless given, so that a token costs as much as in the MLP."""
-    shared_experts: int | None = None
+    shared_experts: Annotated[int | None, Affects("model", 1, given={"model.experts": 4})] = None
     """Experts that every token goes to, as one MLP of so many times expert_dim beside the others; none unless given."""
     routing: RoutingConfig = dataclasses.field(default=RoutingConfig())
     lora: LoraConfig = dataclasses.field(default=LoraConfig())

@@ -37,6 +37,7 @@ from mupax.paths import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.manifest import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
+from mupax.train.config.retention import CheckpointConfig
 from scripts import ROOT
 from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket
@@ -107,7 +108,7 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
         only = Path(shutil.copytree(workdir, folder / "only" / f"{workdir.name}-{step}"))
         for other in set(STEPS) - {step}:
             shutil.rmtree(only / CHECKPOINTS / str(other))
-        with Checkpoints(only, 2) as checkpoints:
+        with Checkpoints(only, CheckpointConfig(keep=2)) as checkpoints:
             states[step] = bits(checkpoints.restore(abstract, recorded["data"]))
     if states[STEPS[0]] == states[STEPS[1]]:
         raise SystemExit("the two steps are equal: no wrong restore could be seen")
@@ -165,7 +166,7 @@ def corrupted(saved: Saved, kind: str, seed: int, folder: Path, root: str = "") 
         "alone": alone,
     }
     try:
-        with Checkpoints(workdir, 2, note=notes.append) as checkpoints:
+        with Checkpoints(workdir, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
             state = checkpoints.restore(saved.abstract, saved.facts)
         step = int(state.step)
         right = step in saved.states and bits(state) == saved.states[step]

@@ -80,10 +80,11 @@ def _checkpoint(folder: Path) -> Path:
 
     from mupax.train.checkpoints import manifest
     from mupax.train.checkpoints.checkpointer import Checkpoints
+    from mupax.train.config.retention import CheckpointConfig
     from mupax.train.core.state import TrainState
 
     _run(folder)
-    with Checkpoints(folder, 2) as checkpoints:
+    with Checkpoints(folder, CheckpointConfig(keep=2)) as checkpoints:
         health = {name: jnp.asarray(value) for name, value in TrainState._field_defaults["health"]._asdict().items()}
         params = {"token": jnp.arange(12.0).reshape(3, 4)}
         state = TrainState(jnp.int32(4), params, (), None, TrainState._field_defaults["health"]._replace(**health))

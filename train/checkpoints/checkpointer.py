@@ -1,4 +1,4 @@
-"""Checkpoints: saved by orbax while training goes on, verified before they count, the newest `keep` kept.
+"""Checkpoints: saved by orbax while training goes on, verified before they count.
 
 A checkpoint is written as STEP.saving. When its arrays were read back from the files and found to be those that were saved,
 it gets its manifest and its name STEP, and only then an older one is deleted: what an evaluation measured lies in its checkpoint
@@ -20,8 +20,9 @@ from mupax.paths import plainly_named
 from mupax.train.checkpoints import failures, folder, manifest, together
 from mupax.train.checkpoints.layout import renames_folders
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
-from mupax.train.checkpoints.selection import RankedFolder, Ranking
+from mupax.train.checkpoints.selection import RankedFolder
 from mupax.train.checkpoints.workdir import WorkdirError, recorded
+from mupax.train.config.retention import CheckpointConfig
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
 
@@ -55,11 +56,10 @@ class Checkpoints(RankedFolder):
 
     Args:
         workdir: folder of the run.
-        keep: how many of the newest to keep.
-        processes: of the run.
-        note: told what went wrong and what was done about it.
-        before: called, on process 0, when a checkpoint is on disk and does not yet count; raises where it must not.
-        ranking: how many of the best to keep beside those.
+        config: which checkpoints stay.
+        processes: processes of the run; this one alone unless given.
+        note: prints what went wrong and what was done about it.
+        before: called on process 0 when a checkpoint is on disk and does not count yet; raises if it must not count.
 
     Raises:
         WorkdirError: there are checkpoints, and none is whole.
@@ -68,16 +68,19 @@ class Checkpoints(RankedFolder):
     def __init__(
         self,
         workdir: Path,
-        keep: int,
+        config: CheckpointConfig,
+        *,
         processes: Processes | None = None,
         note: Callable[[str], None] = print,
         before: Callable[[], object] = lambda: None,
-        ranking: Ranking | None = None,
     ) -> None:
         failures.quiet()
-        self._processes, self._exchanges, self._failed_in_a_row = processes or Processes(), 0, 0
-        super().__init__(workdir, keep, note, self._broadcast(lambda: renames_folders(workdir)), ranking)
-        self._saved, self._before = self.latest, before
+        self._processes = processes or Processes()
+        self._exchanges = 0
+        self._failed_in_a_row = 0
+        super().__init__(workdir, config, note, self._broadcast(lambda: renames_folders(workdir)))
+        self._saved = self.latest
+        self._before = before
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
         self.record = self._broadcast(lambda: recorded(workdir))

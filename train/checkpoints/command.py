@@ -13,7 +13,7 @@ import math
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.plugins import PluginError
 from mupax.train.config.sections import METRIC
 
 TEMPLATE_FLAG: Any = conf.arg(name="data.chat-template", aliases=("--chat-template",), metavar="FILE")
@@ -65,7 +66,9 @@ class Checkpoints:
     """The checkpoints of a run: steps, losses, sizes, age and health.
 
     Losses are those of metrics.jsonl at the step, in nats per token, image or target. The best is that of
-    --checkpoint.best-metric among the checkpoints that are there; a run without evaluations has none.
+    --checkpoint.best-metric among the checkpoints that are there; a run without evaluations has none. The column "stays as" says
+    why a checkpoint is kept: newest, best, or every N (--checkpoint.keep, keep-best and keep-every). One without a reason is
+    deleted at the next save.
     Health is what the manifest says, the sizes of its files, and the run's assets; with --verify every file and every array is
     read and compared with its digest. Nothing is changed. Exit code 0 where all are good, 1 where one is damaged.
     """
@@ -87,11 +90,15 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Checkpoints, "mupax checkpoints", argv)
 
     from mupax.train.checkpoints import workdir
+    from mupax.train.config import plugins
 
     record = workdir.read_record(args.workdir)
+    with contextlib.suppress(PluginError):  # the list needs them only to mark the best by a metric of theirs
+        plugins.restore(record)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     metric = _best_metric(record["config"])
     _add_metrics(rows, args.workdir, metric)
+    _add_reasons(rows, args.workdir, record)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -99,8 +106,9 @@ def main(argv: Sequence[str]) -> int:
         terminal.say(f"{args.workdir} has no checkpoint yet")
         return 0
     columns = [name for name in dict.fromkeys(["loss", METRIC, metric]) if any(name in row["metrics"] for row in rows)]
-    head = ["step", *columns, *([""] if columns else []), "size", "arrays", "age", "health"]
-    terminal.say(terminal.table([head, *(_cells(row, columns) for row in rows)], left=["health", ""]))
+    mark = [""] if columns else []
+    head = ["step", *columns, *mark, "size", "arrays", "age", "stays as", "health"]
+    terminal.say(terminal.table([head, *(_cells(row, columns) for row in rows)], left=["health", "stays as", ""]))
     for row in rows:
         if row["best"]:
             value = row["metrics"][metric]
@@ -189,6 +197,7 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         metric: of an evaluation, by which the best is told.
     """
     from mupax.train.checkpoints import selection
+    from mupax.train.config.metrics import METRICS, metric_name
     from mupax.train.config.sections import cost
 
     by_step = _metrics_by_step(workdir)
@@ -196,10 +205,31 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         evaluation = selection.read(workdir / row["path"])
         row["metrics"] = evaluation | by_step.get(row["step"], {})
         row["best"] = False
+    if metric_name(metric) not in METRICS:
+        terminal.note(f"{metric} is of a module that is not imported, so that no checkpoint is marked as the best")
+        return
     costs = [(cost(metric, row["metrics"].get(metric)), row["step"], index) for index, row in enumerate(rows)]
     finite = [entry for entry in costs if math.isfinite(entry[0]) and _counts(rows[entry[2]])]
     if finite:
         rows[min(finite)[2]]["best"] = True
+
+
+def _add_reasons(rows: list[dict[str, Any]], workdir: Path, record: Mapping[str, Any]) -> None:
+    """Give every entry the reason for which it stays as `stays_as`; None where it has none.
+
+    Args:
+        rows: entries of `_checkpoints`; changed in place.
+        workdir: folder of the run.
+        record: content of its config.json.
+    """
+    from mupax.train.checkpoints import selection
+    from mupax.train.config import retention
+
+    counting = {row["step"]: workdir / row["path"] for row in rows if _counts(row)}
+    measured = {step: selection.read(path) for step, path in counting.items()}
+    reasons = retention.staying(sorted(counting), measured, retention.run_parts(record))
+    for row in rows:
+        row["stays_as"] = reasons.get(row["step"]) if _counts(row) else None
 
 
 def _counts(row: dict[str, Any]) -> bool:
@@ -247,4 +277,5 @@ def _cells(row: dict[str, Any], columns: Sequence[str]) -> list[str]:
     if columns:
         mark = ["best" if row["best"] else ""]
     size = terminal.gib(row["bytes"])
-    return [str(row["step"]), *losses, *mark, size, str(row["arrays"] or ""), age, aside + health]
+    reason = row["stays_as"] or "-"
+    return [str(row["step"]), *losses, *mark, size, str(row["arrays"] or ""), age, reason, aside + health]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from mupax.errors import MupaxError
 from mupax.train.checkpoints import failures, manifest
 from mupax.train.checkpoints.layout import InPlace, Renamed, aside, counts, is_aside
 from mupax.train.checkpoints.manifest import DamagedError, ForeignError, Manifest
+from mupax.train.config import retention
+from mupax.train.config.retention import CheckpointConfig, Measured
 
 CHECKPOINTS = "checkpoints"
 _AGAIN_S = 0.2  # until a file that looks damaged is read again
@@ -32,14 +34,18 @@ class CheckpointFolder:
 
     Args:
         workdir: folder of the run.
-        keep: how many of the newest to keep.
-        note: told what was found damaged and what was done about it.
+        config: which checkpoints stay.
+        note: prints what was found damaged and what was done about it.
         renames: whether folders can be renamed there (`layout.py`).
     """
 
-    def __init__(self, workdir: Path, keep: int, note: Callable[[str], None], renames: bool = True) -> None:
-        self.folder, self._keep, self._note = workdir / CHECKPOINTS, keep, note
-        self.layout = (Renamed if renames else InPlace)(self.folder)
+    def __init__(
+        self, workdir: Path, config: CheckpointConfig, note: Callable[[str], None], renames: bool = True
+    ) -> None:
+        self.folder = workdir / CHECKPOINTS
+        self._config = config
+        self._note = note
+        self.layout = Renamed(self.folder) if renames else InPlace(self.folder)
         self._taken_back: set[Path] = set()
         self._undeleted: dict[int, str] = {}
         self.record: dict[str, Any] = {}
@@ -88,15 +94,20 @@ class CheckpointFolder:
                 )
         self._undeleted = failed
 
-    def leaving(self) -> list[int]:
-        """Return the steps of the checkpoints that do not stay, oldest first."""
+    def leaving(self, record: Mapping[str, Any] | None = None) -> list[int]:
+        """Return the steps of the checkpoints that do not stay, oldest first.
+
+        Args:
+            record: content of config.json to decide by; the present one unless given.
+        """
         saved = steps(self.folder)
-        stay = self.staying(saved)
+        parts = retention.run_parts(self.record if record is None else record, self._config)
+        stay = retention.staying(saved, self.measured(saved), parts)
         return [step for step in saved if step not in stay]
 
-    def staying(self, saved: list[int]) -> set[int]:
-        """Which of the checkpoints stay, given by their steps, oldest first."""
-        return set(saved[-self._keep :])
+    def measured(self, saved: list[int]) -> Measured:
+        """Return the evaluations that checkpoints hold."""
+        return {}
 
     def set_aside(self, step: int, problem: str) -> None:
         """Put a damaged checkpoint out of the way, and say so.

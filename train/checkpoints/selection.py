@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import xxhash
 
@@ -22,47 +22,33 @@ from mupax.train.checkpoints import assets
 from mupax.train.checkpoints.folder import CHECKPOINTS, CheckpointFolder, WorkdirError, steps
 from mupax.train.checkpoints.layout import counts
 from mupax.train.checkpoints.manifest import Manifest
-from mupax.train.config.sections import METRIC, Step, cost
+from mupax.train.config import retention
+from mupax.train.config.retention import CheckpointConfig, Measured, Metrics
+from mupax.train.config.sections import Step
 
 FILE = "evaluation.json"
 BEST = "best"
 BRANCHES = "branches"
 """Folder of a workdir with what came after steps that the run went back to: a workdir each."""
-Metrics = Mapping[str, float | None]
-"""Numbers of an evaluation by name; None where one is not finite."""
-
-
-class Ranking(NamedTuple):
-    """How many of the best checkpoints are kept beside the newest ones, and by what."""
-
-    keep: int = 0
-    metric: str = METRIC
 
 
 class RankedFolder(CheckpointFolder):
-    """Checkpoints of which the best by an evaluation stay beside the newest. Process 0 alone changes what is in it.
+    """Checkpoints that hold the evaluations of their steps, so that the best can stay. Process 0 alone changes the folder.
 
-    Args:
-        workdir, keep, note, renames: as `CheckpointFolder` takes them.
-        ranking: how many of the best to keep; none unless given.
+    The arguments are those of `CheckpointFolder`.
     """
 
     def __init__(
-        self,
-        workdir: Path,
-        keep: int,
-        note: Callable[[str], None],
-        renames: bool = True,
-        ranking: Ranking | None = None,
+        self, workdir: Path, config: CheckpointConfig, note: Callable[[str], None], renames: bool = True
     ) -> None:
-        super().__init__(workdir, keep, note, renames)
-        self._ranking, self._lock = ranking or Ranking(), threading.Lock()
+        super().__init__(workdir, config, note, renames)
+        self._lock = threading.Lock()
         self._measured: dict[int, Metrics] = {}
-        """What does not lie in its checkpoint yet."""
+        """Evaluations that are not in their checkpoints yet."""
 
     def evaluated(self, measured: Mapping[int, Metrics]) -> None:
         """Keep what evaluations measured, by step, each in the checkpoint of its step, now or when that is there."""
-        if not self._ranking.keep:
+        if not self._config.ranks:
             return
         with self._lock:
             self._measured.update(measured)
@@ -82,16 +68,19 @@ class RankedFolder(CheckpointFolder):
             self._keep_measured(self.layout.written_at(content.step), content.step)
             super().publish(content)
 
-    def staying(self, saved: list[int]) -> set[int]:
-        newest = super().staying(saved)
-        if not self._ranking.keep:
-            return newest
+    def leaving(self, record: Mapping[str, Any] | None = None) -> list[int]:
         try:
-            best = ranked(self.folder, self._ranking.metric)
+            leaving = super().leaving(record)
         except disk.DiskError as error:
             self._note(f"no checkpoint is deleted for now: {error}")
-            return set(saved)
-        return newest | set(best[: self._ranking.keep]) | self._measured.keys()
+            return []
+        # A checkpoint whose evaluation is not on disk yet may be the best.
+        return [step for step in leaving if step not in self._measured]
+
+    def measured(self, saved: list[int]) -> Measured:
+        if not self._config.ranks:
+            return {}
+        return {step: read(self.folder / str(step)) for step in saved}
 
     def _keep_measured(self, checkpoint: Path, step: int) -> None:
         metrics = self._measured.get(step)
@@ -136,7 +125,7 @@ def read(checkpoint: Path) -> dict[str, float | None]:
 
 
 def ranked(folder: Path, metric: str) -> list[int]:
-    """Steps of the checkpoints that were evaluated, the best first, of equal ones the earliest; without those of no finite number.
+    """Return the steps of checkpoints that hold a finite value of a metric, the best first, of equal ones the earliest.
 
     Args:
         folder: of the checkpoints.
@@ -145,8 +134,7 @@ def ranked(folder: Path, metric: str) -> list[int]:
     Raises:
         DiskError: the disk cannot read them.
     """
-    costs = {step: cost(metric, read(folder / str(step)).get(metric)) for step in steps(folder)}
-    return sorted((step for step in costs if math.isfinite(costs[step])), key=lambda step: (costs[step], step))
+    return retention.ranked({step: read(folder / str(step)) for step in steps(folder)}, metric)
 
 
 def step_of(workdir: Path, choice: Step | None, metric: str) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import __version__, disk, folders, terminal
+from mupax.config_fields import config_fields, declared
 from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints import failures
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
@@ -35,22 +36,6 @@ _FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _STORAGE, _PARTIAL, *PROBES, "attempts
 """What a run writes before its record: a kill leaves some of them in a folder that is still free."""
 _BEFORE_STEPS = (RECORD, "metrics.jsonl", "tensorboard", "assets", CHECKPOINTS)
 """Everything else that a run writes before its first step is done."""
-_FIXED = (
-    *("model.", "preset.", "ema.", "optimizer.name", "seed", "train_only", "freeze"),
-    *(
-        "data.name",
-        "data.mix",
-        "data.batch_size",
-        "data.tokenizer",
-        "data.separator",
-        "data.field",
-        "data.on_broken",
-        "data.pixels.",
-        "data.split",
-        "data.seed",
-    ),
-)
-"""Beginnings of the fields that a run keeps. Every constant of a preset multiplies something in the forward pass."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -199,8 +184,12 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
 def _check_same_run(config: Config, path: Path, before: dict[str, Any]) -> None:
     """Refuse to continue a run whose arrays or batches would no longer mean the same."""
     now = with_tokenizer_of_source(to_json(config), before["config"])
+    effects = {field.path: field.affects for field in config_fields(config)}
     for field, *values in differences(completed(before["config"], now), now):
-        if field.startswith(_FIXED) and not field.startswith(("model.compute.", "preset.noise_scale")):
+        affects = effects.get(field)
+        # A model of a plugin declares nothing of its fields; every one may change what arrays mean.
+        refused = field.startswith("model.") if affects is None else affects.consequence.on_resume == "refused"
+        if refused:
             flag, (was, now_is) = f"--{field.replace('_', '-')}", map(text_of, values)
             how = f"without {flag}" if was == "nothing" else f"with {flag} {was}"
             raise WorkdirError(
@@ -279,16 +268,28 @@ def record(
     modules = plugins.record(config)
     if modules:
         content["plugins"] = modules
-    run = secrets.token_hex(8)
-    if before := recorded(path):
-        run, segments = before.pop("run", run), before.pop("segments", [])
-        if _lasting(before) != _lasting(json.loads(json.dumps(content))):
-            segments = [*segments, {"until_step": step, **before}]
-        content |= {"segments": segments} if segments else {}
+    before = recorded(path)
+    content = with_earlier_parts(content, before, step)
+    run = before.get("run") or secrets.token_hex(8)
     content = {"run": run, **content}
     plugins.remember_run(run, modules)
     disk.write_whole(path / RECORD, json.dumps(content, indent=2) + "\n")
     return content
+
+
+def with_earlier_parts(content: Mapping[str, Any], before: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return the record of a new part of a run with the parts before it under `segments`.
+
+    Args:
+        content: what the new part records.
+        before: content of config.json so far; empty for a new run.
+        step: steps done when the new part begins.
+    """
+    part = {name: value for name, value in before.items() if name not in ("run", "segments")}
+    segments = list(before.get("segments", ()))
+    if part and _lasting(part) != _lasting(json.loads(json.dumps(content))):
+        segments.append({"until_step": step, **part})
+    return {**content, "segments": segments} if segments else dict(content)
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -336,8 +337,8 @@ def _recorded(path: Path) -> tuple[dict[str, Any], str]:
 
 def _lasting(record: dict[str, Any]) -> dict[str, Any]:
     """A record without the flags that only say how this part of the run was started."""
-    started = ("resume", "resume_change", "resume_from", "resume_exact", "workdir")
-    return {**record, "config": {name: value for name, value in record["config"].items() if name not in started}}
+    session = {name for name, affects in declared(Config).items() if affects.effect == "session"}
+    return {**record, "config": {name: value for name, value in record["config"].items() if name not in session}}
 
 
 def _git_commit() -> str | None:

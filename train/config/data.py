@@ -10,6 +10,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from tyro import conf
 
+from mupax.config_fields import Affects
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.families import ArraySpec, Task, nearest_divisor
@@ -158,19 +159,19 @@ def _is_colour(name: str) -> bool:
 class PixelsConfig:
     """What becomes of an image file before a model reads it. Training crops at random in place of the fit."""
 
-    fit: Fit = "edge"
+    fit: Annotated[Fit, Affects("data", test="train/data/sources/test_folders.py")] = "edge"
     """How an image is made square: edge scales its shorter edge and cuts the centre out, squash scales all of it, centre cuts the
     central 7/8 of the shorter side first, which Hugging Face's files cannot say."""
-    resize: int | None = None
+    resize: Annotated[int | None, Affects("data", test="train/data/sources/test_folders.py")] = None
     """Pixels that the shorter edge (edge) or both sides (squash) are scaled to before the centre is cut out. Unless given, edge takes
     8/7 of the model's size, rounded, and squash the model's size."""
-    interpolation: Interpolation = "bilinear"
+    interpolation: Annotated[Interpolation, Affects("data", test="train/data/sources/test_folders.py")] = "bilinear"
     """How the image is scaled: by one of PIL's ways, or as TensorFlow's area, with sides of whole numbers nearest and levels rounded down."""
-    mean: tuple[float, ...] = (0.5,)
+    mean: Annotated[tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")] = (0.5,)
     """Subtracted from values in [0, 1]; one number, or one per channel."""
-    std: tuple[float, ...] = (0.5,)
+    std: Annotated[tuple[float, ...], Affects("data", test="train/data/sources/test_folders.py")] = (0.5,)
     """What is left is divided by it; one number, or one per channel."""
-    background: str = "white"
+    background: Annotated[str, Affects("data", test="train/data/sources/test_folders.py")] = "white"
     """Colour behind transparent pixels, by its name or as #rrggbb. none reads the colours that transparent pixels hide, as
     Hugging Face's processors do."""
 
@@ -229,26 +230,28 @@ class PixelsConfig:
 class TransformsConfig:
     """What training images and their labels go through beside `augment`; nothing unless asked for, and evaluation never."""
 
-    crop: Literal["torchvision", "inception"] = "torchvision"
+    crop: Annotated[Literal["torchvision", "inception"], Affects("batches", test="train/data/test_crops.py")] = (
+        "torchvision"
+    )
     """How images larger than the model's are cropped at random: torchvision's way, or TensorFlow's as big_vision has it."""
-    jitter: float | None = None
+    jitter: Annotated[float | None, Affects("batches", test="train/data/sources/test_folders.py")] = None
     """In place of a crop: the image as evaluation has it, turned by up to 20 degrees, scaled and stretched by up to a fifth and moved by
     up to an eighth, each times this number; a random crop unless given."""
-    mirror: bool = True
+    mirror: Annotated[bool, Affects("batches", test="train/data/sources/test_folders.py")] = True
     """Mirror images half of the time; a mirrored digit or letter is no digit or letter."""
-    randaug_layers: int | None = None
+    randaug_layers: Annotated[int | None, Affects("batches", 1)] = None
     """RandAugment (Cubuk et al. 2020): operations that every image goes through, each drawn from 16; none unless given."""
-    randaug_magnitude: float = 10.0
+    randaug_magnitude: Annotated[float, Affects("batches", 5.0, given={"data.transforms.randaug_layers": 2})] = 10.0
     """RandAugment: how strong each operation is, from 0 to 10."""
-    mixup: float = 0.0
+    mixup: Annotated[float, Affects("batches", 0.2)] = 0.0
     """alpha of Beta(alpha, alpha), a batch's share of each image beside the one before it (Zhang et al. 2018); 0 mixes none."""
-    cutmix: float = 0.0
+    cutmix: Annotated[float, Affects("batches", 1.0)] = 0.0
     """alpha of the same share as the area of a box of another image (Yun et al. 2019); with mixup, a batch has one of the two."""
-    mix_group: int | None = None
+    mix_group: Annotated[int | None, Affects("batches", 4, given={"data.transforms.mixup": 0.2})] = None
     """Images of a batch that are mixed with one another, so many in a row, as big_vision mixes those of a device; all unless given."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Affects("batches", 0.1)] = 0.0
     """Share of each label that all classes have alike (Szegedy et al. 2016)."""
-    repeats: int = 1
+    repeats: Annotated[int, Affects("batches", 2)] = 1
     """Times that a batch shows each of its images, every time transformed anew (Hoffer et al. 2020)."""
 
     def __post_init__(self) -> None:
@@ -287,11 +290,11 @@ class LimitsConfig:
     They change nothing of data that keep them.
     """
 
-    record_mib: int = 24
+    record_mib: Annotated[int, Affects("guards", test="train/data/records/test_limits.py")] = 24
     """MiB that a line of JSON or a value of Parquet may have when it is unpacked."""
-    ratio: int = 200
+    ratio: Annotated[int, Affects("guards", test="train/data/records/test_limits.py")] = 200
     """Times its size on disk that a file may unpack to, in every stretch of 64 MiB of what it holds."""
-    megapixels: int = 128
+    megapixels: Annotated[int, Affects("guards", test="train/data/records/test_limits.py")] = 128
     """Millions of pixels of an image."""
 
     def __post_init__(self) -> None:
@@ -305,62 +308,74 @@ DEFAULT_LIMITS = LimitsConfig()
 class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
 
-    name: str
+    name: Annotated[str, Affects("data", "python_corpus")]
     """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
     chat:PATH (JSON lines or Parquet with messages), hf:NAME[:SUBSET] (a data set of the Hugging Face hub, or a folder of one),
     images:PATH (a folder per class), idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (of data.mix),
     or any TFDS name."""
-    mix: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE:WEIGHT ...")] = ()
+    mix: Annotated[
+        tuple[str, ...],
+        conf.arg(metavar="NAME=SOURCE:WEIGHT ..."),
+        Affects("data", test="train/data/text/test_mixture.py"),
+    ] = ()
     """Several texts by name, each any text that data.name takes, in shares of their weights: code=text:src:0.3 prose=records:books:0.7."""
-    evaluate: Annotated[tuple[str, ...], conf.arg(metavar="NAME=SOURCE ...")] = ()
+    evaluate: Annotated[
+        tuple[str, ...],
+        conf.arg(metavar="NAME=SOURCE ..."),
+        Affects("course", test="train/run/evaluation/test_evaluation_sets.py"),
+    ] = ()
     """Further sets to evaluate on, by name, each any source that data.name takes: code=text:src prose=records:books."""
-    batch_size: int
+    batch_size: Annotated[int, Affects("data", 4)]
     """Sequences or images per optimizer step, over all devices."""
-    seed: int | None = None
+    seed: Annotated[int | None, Affects("data", 5)] = None
     """Seeds data order and augmentation; the run's seed unless given, which then seeds the initialization alone."""
-    eval_batch_size: int | None = None
+    eval_batch_size: Annotated[int | None, Affects("batches", 8)] = None
     """batch_size unless given."""
-    eval_examples: int | None = None
+    eval_examples: Annotated[int | None, Affects("batches", 20)] = None
     """Use the first so many evaluation examples; all unless given."""
-    data_dir: str | None = None
+    data_dir: Annotated[str | None, Affects("batches", test="train/data/sources/test_published.py")] = None
     """Where prepared datasets lie; the user cache folder unless given."""
-    tokenizer: str = "bytes"
+    tokenizer: Annotated[str, Affects("data", "bpe:300", given={"model.vocab_size": 300})] = "bytes"
     """bytes, bpe:SIZE (trained on the training text, a mixture's by weight), the path of a tokenizer.json, or ids:SIZE of ids
     made elsewhere."""
-    separator: str | None = None
+    separator: Annotated[str | None, Affects("data", test="train/data/sources/test_records.py")] = None
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
-    special_tokens: Literal["parse", "text"] = "parse"
+    special_tokens: Annotated[
+        Literal["parse", "text"], Affects("batches", test="train/data/text/test_special_tokens.py")
+    ] = "parse"
     """Whether special tokens such as `<|endoftext|>` that are quoted in a text are tokens, as if written on purpose, or plain text."""
-    field: str = "text"
+    field: Annotated[str, Affects("data", test="train/data/sources/test_records.py")] = "text"
     """Of records: the field or column that has the text; of a chat `messages` unless given."""
-    stream: bool = False
+    stream: Annotated[bool, Affects("batches", test="train/data/streams/test_streams.py")] = False
     """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
-    chat_template: str | None = None
+    chat_template: Annotated[str | None, Affects("batches", test="train/data/chats/test_chats.py")] = None
     """Conversations only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
-    loss_on: Literal["answers", "all"] = "answers"
+    loss_on: Annotated[Literal["answers", "all"], Affects("batches", test="train/data/chats/test_chats.py")] = "answers"
     """Conversations only: whether what assistants say is trained on, or every token."""
-    document_mask: bool = False
+    document_mask: Annotated[bool, Affects("batches", True)] = False
     """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
-    reset_positions: bool = False
+    reset_positions: Annotated[bool, Affects("batches", True, given={"data.document_mask": True})] = False
     """Learned positions begin at 0 in every document of a window."""
-    augment: bool = True
+    augment: Annotated[bool, Affects("batches", False)] = True
     """Light augmentation of training images."""
     transforms: TransformsConfig = TransformsConfig()
-    on_broken: Literal["stop", "skip"] = "stop"
+    on_broken: Annotated[Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")] = "stop"
     """Whether a broken image, text, record or file ends the run before it starts, or is left out and counted. For images:, text:,
     records:, chat: and hf:, and mixtures of them."""
     limits: LimitsConfig = DEFAULT_LIMITS
     pixels: PixelsConfig = PixelsConfig()
-    train_percent: int = 100
+    train_percent: Annotated[int, Affects("batches", test="train/data/sources/test_published.py")] = 100
     """Data sets of TFDS only: percent of the training split that is trained on, the first of it; the rest is left out."""
-    split: Literal["random", "writer"] = "random"
+    split: Annotated[Literal["random", "writer"], Affects("data", "writer")] = "random"
     """digits only: a stratified random split, or test writers never seen in training."""
-    noise: Literal["infilling", "sentinels"] | None = None
+    noise: Annotated[
+        Literal["infilling", "sentinels"] | None, Affects("batches", test="train/data/text/test_denoising.py")
+    ] = None
     """What text an encoder-decoder reads: BART's text infilling, of which it writes the whole text, or T5's sentinels, of which it
     writes what they stand for."""
-    noise_rate: float | None = None
+    noise_rate: Annotated[float | None, Affects("batches", test="train/data/text/test_denoising.py")] = None
     """Share of tokens that noise cuts; 0.3 (infilling) or 0.15 (sentinels) unless given."""
-    noise_span: float | None = None
+    noise_span: Annotated[float | None, Affects("batches", test="train/config/test_cli_errors.py")] = None
     """Mean tokens of a span that noise cuts; 3 unless given."""
 
     def __post_init__(self) -> None:

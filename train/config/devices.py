@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from tyro import conf
 
+from mupax.config_fields import Affects
 from mupax.presets.roles import AXES as PARAMETER_AXES
 from mupax.train.config.checks import at_least
 from mupax.zoo.configs import ConfigError
@@ -96,23 +97,31 @@ def _check_name(name: str, names: Collection[str], kind: str, what: str) -> None
 class MeshConfig:
     """Devices per named mesh axis. -1 at most once: whatever is left."""
 
-    data: int = -1
+    data: Annotated[int, Affects("layout", 2, given={"mesh.data": 1, "mesh.fsdp": -1})] = -1
     """Batch split, parameters replicated."""
-    fsdp: int = 1
+    fsdp: Annotated[int, Affects("layout", 2)] = 1
     """Batch split, parameters and optimizer state split too."""
-    experts: int = 1
+    experts: Annotated[int, Affects("layout", test="train/parallel/test_mesh_experts.py")] = 1
     """Experts split, and batch and other parameters as by fsdp; tokens are sent to their experts and back (expert parallel)."""
-    sequence: int = 1
+    sequence: Annotated[int, Affects("layout", 2)] = 1
     """Positions split (context parallel)."""
-    tensor: int = 1
+    tensor: Annotated[int, Affects("layout", 2)] = 1
     """Heads, MLP and vocabulary split."""
-    sweep: int = 1
+    sweep: Annotated[int, Affects("layout", test="train/run/test_loop_errors.py")] = 1
     """Points of a sweep side by side (`mupax sweep`); 1 in a run of its own."""
-    rules: Annotated[tuple[str, ...], conf.arg(metavar="LOGICAL=MESH ...")] = ()
+    rules: Annotated[
+        tuple[str, ...],
+        conf.arg(metavar="LOGICAL=MESH ..."),
+        Affects("layout", ("mlp=none",), given={"mesh.tensor": 2}),
+    ] = ()
     """Changes of the table from logical to mesh axes: mlp=fsdp, vocab=none, batch=data,fsdp."""
-    slices: Annotated[tuple[str, ...], conf.arg(metavar="AXIS=N ...")] = ()
+    slices: Annotated[
+        tuple[str, ...], conf.arg(metavar="AXIS=N ..."), Affects("layout", test="train/parallel/test_mesh_islands.py")
+    ] = ()
     """Slices or hosts along each axis that crosses the slow network: data=2 fsdp=4. As many as fit over data, then fsdp."""
-    gradient_dtype: Literal["bfloat16"] | None = None
+    gradient_dtype: Annotated[
+        Literal["bfloat16"] | None, Affects("rounding", "bfloat16", given={"mesh.data": 1, "mesh.fsdp": -1})
+    ] = None
     """What fsdp's sums of gradients are sent in, and then added in float32; unless given both are of the products' type."""
 
     def __post_init__(self) -> None:
@@ -124,15 +133,15 @@ class MeshConfig:
 class DistributedConfig:
     """How the processes of a run find each other. By hand; a TPU pod, SLURM and MPI say it in the environment."""
 
-    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT")] = None
+    coordinator: Annotated[str | None, conf.arg(metavar="HOST:PORT"), Affects("processes", "localhost:2")] = None
     """Where process 0 answers the others (or JAX_COORDINATOR_ADDRESS)."""
-    processes: int | None = None
+    processes: Annotated[int | None, Affects("processes", 3)] = None
     """How many there are (or JAX_NUM_PROCESSES); 1 joins nobody, whatever the environment says."""
-    process: int | None = None
+    process: Annotated[int | None, Affects("processes", 0)] = None
     """Number of this one, from 0 (or JAX_PROCESS_ID)."""
-    timeout_seconds: int = 300
+    timeout_seconds: Annotated[int, Affects("processes", 77)] = 300
     """How long to wait for the others at the start."""
-    heartbeat_seconds: int = 30
+    heartbeat_seconds: Annotated[int, Affects("processes", 66)] = 30
     """How long a process may be silent before the run ends."""
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
-"""Extensions that a run uses: the modules behind its optimizer, preset, data and model, recorded and imported again.
+"""Extensions that a run uses: the modules behind its optimizer, preset, data, model and metrics, recorded and imported again.
 
-An extension is one line in a table of mupax (`OPTIMIZERS`, `PRESETS`, `SOURCES`, `FAMILIES`, `CONFIGS`, `RECIPES`), written by
+An extension is one line in a table of mupax (`OPTIMIZERS`, `PRESETS`, `SOURCES`, `FAMILIES`, `CONFIGS`, `RECIPES`, `METRICS`), written by
 a module that is imported with `--plugin MODULE` or by an entry point of the group `mupax.plugins`, or by the user's own script.
 """
 
@@ -27,6 +27,7 @@ from mupax.plugins import (
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
 from mupax.train.config.data import SOURCES, source, source_key
+from mupax.train.config.metrics import METRICS, metric_name
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.zoo.configs import CONFIGS, FAMILIES
@@ -85,6 +86,8 @@ def extensions(config: Config) -> list[Extension]:
         names["data", source_key(place) or place] = source(place).loader
     family = config.model.family
     names["model", family] = FAMILIES.get(family, family)
+    for name, metric in METRICS.items():  # every run measures every metric
+        names["metric", name] = metric.module
     result = []
     for (table, name), place in names.items():
         module = importable_name(place.partition(":")[0])
@@ -153,6 +156,11 @@ def restore(run_record: Mapping[str, Any]) -> None:
             continue
         provides = [str(item) for item in entry.get("provides", [])]
         missing = [item for item in provides if not _is_known(item)]
+        if missing and not _needed(missing, run_record) and name not in trusted(run_record.get("run")):
+            terminal.note(
+                f"caution: {', '.join(missing)} of the module {name!r:.80} is not measured; add {FLAG} {name:.80} if you trust it"
+            )
+            continue
         if missing:
             folder = trusted(run_record.get("run")).get(name)
             if folder is None:
@@ -166,6 +174,30 @@ def restore(run_record: Mapping[str, Any]) -> None:
             terminal.note(
                 f"caution: {name} has changed since the run recorded it: its {', '.join(provides)} may differ"
             )
+
+
+def _needed(items: Sequence[str], run_record: Mapping[str, Any]) -> bool:
+    """Return whether a run cannot be opened without some extensions, each written as `TABLE NAME`.
+
+    A metric is needed only where the best checkpoint or early stopping goes by it.
+    """
+    for item in items:
+        table, _, name = item.rpartition(" ")
+        if table != "metric" or name in _ranking_metrics(run_record):
+            return True
+    return False
+
+
+def _ranking_metrics(run_record: Mapping[str, Any]) -> list[str]:
+    """Return the metrics that a recorded run ranks its checkpoints and stops by. The record may be of another version."""
+    config = run_record.get("config")
+    names: list[str] = []
+    for section, field in (("checkpoint", "best_metric"), ("stop", "metric")):
+        values = config.get(section) if isinstance(config, Mapping) else None
+        row_name = values.get(field) if isinstance(values, Mapping) else None
+        if isinstance(row_name, str):
+            names.append(metric_name(row_name))
+    return names
 
 
 def _import(name: str, folder: str | None = None) -> bool:
@@ -184,6 +216,7 @@ def _provides(module: str) -> bool:
     places = [entry.direction for entry in OPTIMIZERS.values()]
     places += [entry.loader for entry in SOURCES.values()]
     places += FAMILIES.values()
+    places += [metric.module for metric in METRICS.values()]
     from mupax.zoo.families import ModelConfig
 
     values = vars(loaded_module(module)).values()
@@ -200,6 +233,7 @@ def _lines() -> set[tuple[str, str]]:
         "model": FAMILIES,
         "named model": CONFIGS,
         "recipe": RECIPES,
+        "metric": METRICS,
     }
     lines: set[tuple[str, str]] = set()
     for table, names in tables.items():

@@ -10,6 +10,7 @@ from tyro import conf
 
 from mupax import presets
 from mupax.command_line import UsageError
+from mupax.config_fields import Affects
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
@@ -32,29 +33,37 @@ class Parameterized(Protocol):
 class PresetConfig:
     """Which parameterization, and its constants. A constant left out takes the preset's default."""
 
-    name: Annotated[str, conf.arg(aliases=("--preset",))] = "mup"
+    name: Annotated[str, conf.arg(aliases=("--preset",)), Affects("model", "sp")] = "mup"
     """Preset name (`mupax presets` lists them), or measured:PATH, a file of `mupax presets balance`."""
-    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,...")] = None
+    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,..."), Affects("model", None)] = None
     """What factors are relative to: a model (with the run's experts, where it has none), or sizes such as embed=64,head_dim=16,layers=2;
     None is the absolute form (base 1)."""
-    form: Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None = None
+    form: Annotated[
+        Literal["plain", "readout-multiplier", "mean-field", "table-9"] | None, Affects("model", "mean-field")
+    ] = None
     """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
-    alpha_a: float | None = None
+    alpha_a: Annotated[float | None, Affects("model", 0.75)] = None
     """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
-    alpha_l: float | None = None
+    alpha_l: Annotated[float | None, Affects("model", 0.75, given={"model.depth": 5})] = None
     """Residual branches scale as depth^-alpha_l, in [1/2, 1] (depth-mup)."""
-    gamma0: float | None = None
+    gamma0: Annotated[float | None, Affects("model", 0.5)] = None
     """Amount of feature learning: the readout is divided by it."""
-    beta0: float | None = None
+    beta0: Annotated[float | None, Affects("model", 0.5)] = None
     """Constant on every residual branch."""
-    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ...")] = ()
+    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ..."), Affects("model", ("beta0=0.25",))] = ()
     """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup); and factors on what one
     parameter group has at the base, written --preset.rates.GROUP X, --preset.stds., --preset.multipliers. or --preset.decays."""
-    zero_readout: bool = False
+    zero_readout: Annotated[bool, Affects("model", True)] = False
     """Start the readout at zero."""
-    joint: Annotated[Literal["none", "sde", "complete-d"], conf.arg(aliases=("--joint",))] = "none"
+    joint: Annotated[
+        Literal["none", "sde", "complete-d"],
+        conf.arg(aliases=("--joint",)),
+        Affects("model", "sde", given={"preset.base": "lm-proxy,batch=4,tokens=768"}),
+    ] = "none"
     """Scale rate, betas, eps, decay, warm-up from the recipe's batch and tokens, or base MODEL,batch=N,tokens=N: `presets joint`."""
-    noise_scale: Annotated[float | None, conf.arg(aliases=("--noise-scale",))] = None
+    noise_scale: Annotated[
+        float | None, conf.arg(aliases=("--noise-scale",)), Affects("guards", test="train/config/test_joint.py")
+    ] = None
     """Gradient noise scale in examples, from `mupax noise`; a joint rule is refused at a larger batch."""
 
     def __post_init__(self) -> None:

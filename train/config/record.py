@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mupax import spellings
+from mupax.config_fields import config_fields
 from mupax.train.config.data import SIZES_OF_IMAGES, PixelsConfig, source
 from mupax.train.config.preset import PresetConfig
 from mupax.train.config.recipes import RECIPES
@@ -216,10 +217,6 @@ def _type_name(hint: Any) -> str:
     return str(hint) if get_origin(hint) else hint.__name__
 
 
-ELSEWHERE = ("recipe", "workdir", "resume", "resume_from", "resume_exact", "init", "distributed")
-"""Fields that say where and how to start, not what."""
-
-
 def command_of(config: Config) -> str:
     """Return the command that trains a config, quoted for a shell; "" where no recipe has its name, or no flag for a value."""
     flags = words(config)
@@ -255,9 +252,14 @@ def words(config: Config) -> list[str] | None:
     if config.model.task == "images" and config.data.name != RECIPES[config.recipe]().data.name:
         # Written out even where they are the recipe's: a command without them takes them from the data.
         changed |= {f"model.{name}": getattr(config.model, name) for name in SIZES_OF_IMAGES}
+    started = {
+        field.path
+        for field in config_fields(config)
+        if field.affects is not None and field.affects.effect in ("origin", "session", "processes")
+    }
     for name, value in changed.items():
         owner, dot, field = name.replace("_", "-").rpartition(".")
-        if name.partition(".")[0] in ELSEWHERE:
+        if name in started:
             continue
         if value == []:
             return None

@@ -14,13 +14,15 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
+from mupax.config_fields import Affects
 from mupax.presets.roles import ENCODER
 from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.data import DataConfig, TransformsConfig, source
 from mupax.train.config.devices import DistributedConfig, MeshConfig
+from mupax.train.config.metrics import check_table
 from mupax.train.config.preset import PresetConfig
+from mupax.train.config.retention import CheckpointConfig, SaveNeed
 from mupax.train.config.sections import (
-    CheckpointConfig,
     EmaConfig,
     FaultsConfig,
     InitConfig,
@@ -40,7 +42,7 @@ ResumeChange = Literal["schedule", "data"]
 class Config:
     """A complete run."""
 
-    recipe: conf.Suppress[conf.Fixed[str]]
+    recipe: Annotated[conf.Suppress[conf.Fixed[str]], Affects("origin", "mine")]
     """Name of the recipe this run started from."""
     model: ModelConfig
     data: DataConfig
@@ -50,36 +52,46 @@ class Config:
     init: conf.OmitArgPrefixes[InitConfig] = InitConfig()
     mesh: MeshConfig = MeshConfig()
     distributed: DistributedConfig = DistributedConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
+    checkpoint: CheckpointConfig = dataclasses.field(default=CheckpointConfig())
     stop: StopConfig = StopConfig()
     faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
-    steps: int
+    steps: Annotated[int, Affects("step", 9)]
     """Optimizer steps."""
-    seed: int = 0
+    seed: Annotated[int, Affects("start", 1)] = 0
     """Seeds initialization, and data order and augmentation where data.seed does not."""
-    freeze: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ...")] = ()
+    freeze: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ..."), Affects("model", ("bias",))] = ()
     """Parameters that stay as they are, by role (bias, token_embedding) or name (block.query, 'block.mlp.*')."""
-    train_only: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ...")] = ()
+    train_only: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ..."), Affects("model", ("bias",))] = ()
     """Parameters that are trained, all others being frozen."""
-    accumulation_steps: int = 1
+    accumulation_steps: Annotated[int, Affects("rounding", 2, given={"data.batch_size": 16})] = 1
     """Microbatches per optimizer step; the batch is split, the loss stays the mean over its tokens."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, Affects("step", 0.1)] = 0.0
     """Weight of the mean squared log-partition, logsumexp(logits)^2, which training adds to the loss; 1e-4 in PaLM."""
-    workdir: str | None = None
+    workdir: Annotated[str | None, Affects("session", "there")] = None
     """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
-    resume: bool = False
+    resume: Annotated[bool, Affects("session", test="train/checkpoints/test_checkpointer.py")] = False
     """Continue from the newest checkpoint in workdir; start the run where there is none."""
-    resume_change: Annotated[tuple[ResumeChange, ...], conf.arg(metavar="schedule|data ...")] = ()
+    resume_change: Annotated[
+        tuple[ResumeChange, ...],
+        conf.arg(metavar="schedule|data ..."),
+        Affects("session", test="train/run/saves/test_resume.py"),
+    ] = ()
     """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
-    resume_from: Annotated[int | Literal["best"] | None, conf.arg(metavar="STEP|best")] = None
+    resume_from: Annotated[
+        int | Literal["best"] | None,
+        conf.arg(metavar="STEP|best"),
+        Affects("session", test="train/run/saves/test_best_checkpoint.py"),
+    ] = None
     """With resume, the checkpoint to go on from; what came after it is set aside in workdir/branches. The newest unless given."""
-    resume_exact: bool = False
+    resume_exact: Annotated[bool, Affects("session", test="train/run/saves/test_resume.py")] = False
     """With resume, refuse to go on where the environment has changed so that bits can differ: options, versions, devices, mesh."""
-    xla_flags: Literal["auto", "none", "scatter"] = "auto"
+    xla_flags: Annotated[
+        Literal["auto", "none", "scatter"], Affects("compiler", test="train/parallel/test_hardware_flags.py")
+    ] = "auto"
     """Compiler flags of train/parallel/hardware.py for the devices at hand, or none; those in XLA_FLAGS and LIBTPU_INIT_ARGS stay.
     scatter, on TPU: also gradients by reduce-scatter along each dimension of the torus, half of the bytes of all-reduce."""
-    vmem_kib: int | None = None
+    vmem_kib: Annotated[int | None, Affects("compiler", test="train/parallel/test_hardware_flags.py")] = None
     """On TPU: most KiB of a core's own memory that one operation may take; 32768 on v5e and v5p and 98304 on v6e, else the compiler's."""
 
     def __post_init__(self) -> None:
@@ -179,7 +191,8 @@ class Config:
             )
 
     def _check_metrics(self) -> None:
-        """Refuse a best checkpoint or a stop by what no evaluation measures."""
+        """Refuse a table of metrics that is wrong, and a best checkpoint or a stop by what no evaluation measures."""
+        check_table()
         metrics = metrics_of(self.data.evaluation_sets)
         for flag, count, metric in (
             ("checkpoint.keep_best", self.checkpoint.keep_best, self.checkpoint.best_metric),
@@ -222,10 +235,15 @@ class Config:
         every = self.log.eval_every_steps
         return step > 0 and (step == self.steps or (every is not None and step % every == 0))
 
-    def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due after so many steps: where the best are kept, at every evaluation too."""
-        best = self.checkpoint.keep_best is not None and self.evaluates_after(step)
-        return best or step == self.steps or step % self.checkpoint.every_steps == 0
+    def save_need(self, step: int) -> SaveNeed:
+        """Return whether a checkpoint is due after a step, and whether the run waits for the checkpoint before."""
+        if step == self.steps:
+            return SaveNeed.REQUIRED
+        need = self.checkpoint.save_need(step, evaluates=self.evaluates_after(step))
+        if need is SaveNeed.OPTIONAL and self.faults.bad_numbers == "rollback":
+            # The step that a rollback goes back to must not depend on how fast the disk is.
+            return SaveNeed.REQUIRED
+        return need
 
     def resolved(self) -> Config:
         """The same run with the defaults that depend on other fields written out."""

@@ -8,7 +8,8 @@ import jax
 import optax
 from jax.experimental.layout import Format, Layout
 
-from mupax.train.core.loss import Sums
+from mupax.train.config.metrics import on_devices
+from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.state import Batch, StepInputs, TrainState, shardings_of
 from mupax.train.core.step import batch_sums, logits_of, make_train_step
 from mupax.train.parallel.sharding import MeshLayout
@@ -60,7 +61,7 @@ def compile_eval_step(
     batch: Batch,
     formats: TrainState | None = None,
 ) -> jax.stages.Compiled:
-    """(params, run, batch) -> `Sums` of the batch, for the parameters that `TrainState.evaluated` gives.
+    """(params, run, batch) -> `LossSums` of the batch with all metrics, for the parameters that `TrainState.evaluated` gives.
 
     Args:
         definition: the model.
@@ -72,9 +73,9 @@ def compile_eval_step(
     placed = shardings_of(abstract) if formats is None else formats
     params = abstract.evaluated if formats is None else _unplaced(abstract.evaluated)
 
-    def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> Sums:
+    def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> LossSums:
         with partition.using(layout):
-            return batch_sums(definition, params, run, batch)
+            return batch_sums(definition, params, run, batch, metrics=on_devices(training=False))
 
     jitted = jax.jit(
         evaluate,

@@ -56,7 +56,7 @@ def check_chain(
 
     @jax.jit
     def update(grads: Arrays, params: Arrays) -> Arrays:
-        return tx.update(grads, tx.init(params), params)[0]  # pyright: ignore[reportReturnType]
+        return chains.first_step(tx, optimizer, grads, params)[0]
 
     factors = resolve(preset, definition, optimizer)
     rates = {name: float(preset_lr.flat[0]) for name, preset_lr in factors.lr.items()}
@@ -71,7 +71,7 @@ def check_chain(
     ]
     for group in groups:
         _check_rates({n: sizes[n] / targets[n] for n in group}, rates, preset)
-    _check_later(tx, grads, params, groups)
+    _check_later(tx, optimizer, grads, params, groups)
     _check_norms(update, grads, params, preset)
     # Coupled decay pulls by lr * wd and independent decay by wd: either way one number for everything that decays.
     decayed = {n: size for n, size in _sizes(update(still, ones)).items() if size > 0}
@@ -102,7 +102,7 @@ def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
 
     @jax.jit
     def update(grads: Arrays, params: Arrays) -> Arrays:
-        return tx.update(grads, tx.init(params), params, factors=factors, hyper=hyper)[0]  # pyright: ignore
+        return chains.first_step(tx, optimizer, grads, params, factors=factors, hyper=hyper)[0]
 
     return update
 
@@ -138,13 +138,17 @@ def _check_rates(ratios: dict[str, float], rates: dict[str, float], preset: Pres
 
 
 def _check_later(
-    tx: optax.GradientTransformation, grads: Arrays, params: Arrays, groups: Sequence[Sequence[str]]
+    tx: optax.GradientTransformation,
+    optimizer: str,
+    grads: Arrays,
+    params: Arrays,
+    groups: Sequence[Sequence[str]],
 ) -> None:
     """Every counter of the state put forward: a schedule may change all rates of a group, and none alone."""
 
     @jax.jit
     def update(count: jax.Array, grads: Arrays, params: Arrays) -> Arrays:
-        _, state = tx.update(grads, tx.init(params), params)  # moments that are in proportion to the gradients
+        _, state = chains.first_step(tx, optimizer, grads, params)  # moments in proportion to the gradients
 
         def forward(path: tuple, leaf: jax.Array) -> jax.Array:
             counts = bool(path) and getattr(path[-1], "name", None) == "count"

@@ -11,31 +11,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from mupax.train.config.metrics import NO_METRICS, Metric, TokenStatistics
 from mupax.train.core.costs import losses
+from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo import partition
 from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.linear import Reading
-
-if TYPE_CHECKING:
-    from mupax.zoo.experts.routing import Routing
-
-
-class Sums(NamedTuple):
-    """Totals over the targets that count, float32 []."""
-
-    loss: jax.Array
-    correct: jax.Array
-    weight: jax.Array
-    routing: Routing | None = None
-    """What routers did, times the weight but for counts; None without experts."""
-    z: jax.Array | None = None
-    """Squared log-partitions, before their weight; None without a z-loss. No gradient flows through it: the loss has them, too."""
 
 
 def cross_entropy(
@@ -47,8 +35,9 @@ def cross_entropy(
     reference: Reading | None = None,
     labels: jax.Array | None = None,
     z_loss: jax.Array | None = None,
-) -> Sums:
-    """Summed cross-entropy (nats), number correct and number of targets.
+    metrics: Mapping[str, Metric] = NO_METRICS,
+) -> LossSums:
+    """Return the summed cross-entropy (nats) of a readout, and the sums of metrics.
 
     Args:
         reading: of the model, features [B, D] or [B, T, D].
@@ -57,9 +46,10 @@ def cross_entropy(
         how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
             vocabulary (`mupax.train.core.cross_entropy.vocabulary`). auto is the first of `costs.losses.options`.
         reference: of the initial model where the output is centred; no gradient flows through it.
-        labels: as `of_logits`; all logits are kept then.
+        labels: as `cross_entropy_from_logits`; all logits are kept then.
         z_loss: float32 [], what logsumexp(logits)^2 of every target that counts is taken times and added to the loss
             (Chowdhery et al. 2022, PaLM, section 5); None adds nothing.
+        metrics: by name, those to sum besides the loss; each has a `total`.
     """
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
     plan = _plan(reading, targets, axes)
@@ -73,42 +63,60 @@ def cross_entropy(
         logits = reading.logits()
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits())
-        return of_logits(logits, targets, weights, labels, z_loss)
+        return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
     plan = dataclasses.replace(
-        plan, by_vocab=way.kind == "vocab", exp_parts=way.exp_parts if reading.cap is None else 0
+        plan,
+        by_vocab=way.kind == "vocab",
+        exp_parts=way.exp_parts if reading.cap is None else 0,
+        metrics=metrics,
     )
-    return _in_parts(plan, _Inputs(reading, reference, targets, jax.lax.stop_gradient(weights), z_loss))
+    return _in_parts(plan, LossInputs(reading, reference, targets, jax.lax.stop_gradient(weights), z_loss))
 
 
-def of_logits(
+def cross_entropy_from_logits(
     logits: jax.Array,
     targets: jax.Array,
     weights: jax.Array,
     labels: jax.Array | None = None,
     z_loss: jax.Array | None = None,
-) -> Sums:
-    """Summed cross-entropy (nats), number correct and number of targets, of logits that exist already.
+    metrics: Mapping[str, Metric] = NO_METRICS,
+) -> LossSums:
+    """Return the summed cross-entropy (nats) and the sums of metrics, of logits that exist already.
 
     Args:
         logits: [B, V] or [B, T, V].
         targets, weights: as `cross_entropy` takes them.
         labels: distributions that the loss is taken to in place of the targets, float32 of the logits' shape.
-        z_loss: as `cross_entropy` takes it.
+        z_loss, metrics: as `cross_entropy` takes them.
+    """
+    statistics = token_statistics(logits, targets, labels, with_rank=reads_ranks(metrics))
+    return sums_of(statistics, weights, metrics, z_loss)
+
+
+def token_statistics(
+    logits: jax.Array, targets: jax.Array, labels: jax.Array | None = None, *, with_rank: bool = True
+) -> TokenStatistics:
+    """Return the statistics of targets, of logits that exist already.
+
+    Args:
+        logits, targets, labels: as `cross_entropy_from_logits` takes them.
+        with_rank: also count the ranks of the targets.
     """
     if labels is None:
-        nll = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     else:
-        nll = optax.softmax_cross_entropy(logits, labels)
-    hits = jnp.argmax(logits, axis=-1) == targets
-    sums = Sums(jnp.sum(nll * weights), jnp.sum(hits * weights), jnp.sum(weights))
-    if z_loss is None:
-        return sums
-    z = jnp.sum(jnp.square(jax.nn.logsumexp(logits, axis=-1)) * weights)
-    return sums._replace(loss=sums.loss + z_loss * z, z=jax.lax.stop_gradient(z))
+        loss = optax.softmax_cross_entropy(logits, labels)
+    log_partition = jax.nn.logsumexp(logits, axis=-1)
+    correct = jnp.argmax(logits, axis=-1) == targets
+    if not with_rank:
+        return TokenStatistics(loss, log_partition, correct)
+    label_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    ranks = count_ranks(logits, label_logits, jnp.arange(logits.shape[-1]), targets)
+    return TokenStatistics(loss, log_partition, correct, ranks)
 
 
-class _Inputs(NamedTuple):
-    """Arrays of `cross_entropy`, whole."""
+class LossInputs(NamedTuple):
+    """Arrays that `cross_entropy` works on: of all devices, or the part of one."""
 
     reading: Reading
     reference: Reading | None
@@ -135,6 +143,8 @@ class _Plan:
     """The others over whose devices the readout's gradient is summed."""
     over_vocab: tuple[str, ...]
     """Mesh axes that split the vocabulary."""
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
+    """Metrics to sum besides the loss."""
     by_vocab: bool = False
     """Whether parts are of the vocabulary, not of the tokens."""
     exp_parts: int = 0
@@ -162,55 +172,70 @@ def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
     return _Plan(work, tokens, column, summed, scattered, shared, layout.names(column))
 
 
-def _on_devices(plan: _Plan, inputs: _Inputs, with_grads: bool) -> tuple[Sums, Reading | None]:
-    """Sums, and gradients of the loss, of all devices; every array is given and returned whole."""
-    reading, reference, targets, weights, z_loss = inputs
-    rows = "embed" if plan.scattered else None
+def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[LossSums, Reading | None]:
+    """Return the sums and the gradients of the loss, of all devices. Every array is given and returned whole."""
+    if plan.by_vocab:
+        from mupax.train.core.cross_entropy.vocabulary import on_one
+    else:
+        from mupax.train.core.cross_entropy.chunks import on_one
+
+    def local(inputs: LossInputs) -> tuple[LossSums, Reading | None]:
+        return on_one(plan, inputs, with_grads)
+
+    inputs = inputs._replace(reading=_in_product_type(inputs.reading))
+    if inputs.reference is not None:
+        inputs = inputs._replace(reference=_in_product_type(inputs.reference))
+    token_axes: Any = plan.tokens
+    scalar_axes: Any = ()
+    input_axes = LossInputs(
+        reading=_axes_of(plan, inputs.reading),
+        reference=None if inputs.reference is None else _axes_of(plan, inputs.reference),
+        targets=token_axes,
+        weights=token_axes,
+        z_loss=None if inputs.z_loss is None else scalar_axes,
+    )
+    sums_axes = jax.tree.map(lambda _: (), no_sums(plan.metrics, inputs.z_loss))
+    grads_axes = input_axes.reading._replace(cap=None) if with_grads else None
+    local = partition.current().local(local, (input_axes,), (sums_axes, grads_axes))
+    return local(inputs)
+
+
+def _in_product_type(reading: Reading) -> Reading:
+    return reading._replace(weight=reading.weight.astype(reading.features.dtype))
+
+
+def _axes_of(plan: _Plan, reading: Reading) -> Any:
+    """Return the logical axes of every array that a reading has, as a `Reading`."""
     axes = {
         "features": (*plan.tokens, None),
-        "weight": (rows, plan.vocab),
+        "weight": ("embed" if plan.scattered else None, plan.vocab),
         "scale": (),
         "bias": (plan.vocab,),
         "cap": (),
     }
-    readings = [one._replace(weight=one.weight.astype(one.features.dtype)) for one in (reading, reference) if one]
-    # Flat, and without what a reading does not have, as the layout wants to be told of every array.
-    leaves = [(name, x) for one in readings for name, x in one._asdict().items() if x is not None]
-    factors = [] if z_loss is None else [z_loss]
-    trained = reading._replace(cap=None)
-    returned = [name for name, x in trained._asdict().items() if x is not None] if with_grads else []
-
-    def local(targets: jax.Array, weights: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        z_loss, arrays = (arrays[0], arrays[1:]) if factors else (None, arrays)
-        parts = jax.tree.unflatten(jax.tree.structure(readings), arrays)
-        start = parts[1] if len(parts) > 1 else None
-        if plan.by_vocab:
-            from mupax.train.core.cross_entropy.vocabulary import on_one
-        else:
-            from mupax.train.core.cross_entropy.chunks import on_one
-        sums, grads = on_one(plan, parts[0], start, targets, weights, with_grads, z_loss)
-        return (*sums, *(getattr(grads, name) for name in returned))
-
-    outputs = (*[()] * (3 + len(factors)), *(axes[name] for name in returned))
-    entries = (plan.tokens, plan.tokens, *[()] * len(factors), *(axes[name] for name, _ in leaves))
-    local = partition.current().local(local, entries, outputs)
-    loss, correct, weight, *grads = local(targets, weights, *factors, *(x for _, x in leaves))
-    z, grads = (grads[0], grads[1:]) if factors else (None, grads)
-    sums = Sums(loss, correct, weight, z=z)
-    if not with_grads:
-        return sums, None
-    cast = {n: g.astype(getattr(reading, n).dtype) for n, g in zip(returned, grads, strict=True)}
-    no_slope = None if reading.cap is None else jnp.zeros_like(reading.cap)
-    return sums, reading._replace(**cast, cap=no_slope)
+    present = {name: axes[name] for name, array in reading._asdict().items() if array is not None}
+    absent = dict.fromkeys(Reading._fields)
+    return Reading(**{**absent, **present})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_parts(plan: _Plan, inputs: _Inputs) -> Sums:
-    return _on_devices(plan, inputs, False)[0]
+def _in_parts(plan: _Plan, inputs: LossInputs) -> LossSums:
+    sums, _ = _on_devices(plan, inputs, with_grads=False)
+    return sums
 
 
-def _backward(plan: _Plan, grads: Reading, cotangent: Sums) -> tuple[tuple[Any, ...]]:
-    return (_Inputs._make([jax.tree.map(lambda g: (cotangent.loss * g).astype(g.dtype), grads), *[None] * 4]),)
+def _forward(plan: _Plan, inputs: LossInputs) -> tuple[LossSums, Reading]:
+    sums, grads = _on_devices(plan, inputs, with_grads=True)
+    assert grads is not None
+    # Of the types of the arrays that they are the gradients of: the weight was cast to the products' type before.
+    cast = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, inputs.reading._replace(cap=None))
+    no_slope = None if inputs.reading.cap is None else jnp.zeros_like(inputs.reading.cap)
+    return sums, cast._replace(cap=no_slope)
 
 
-_in_parts.defvjp(functools.partial(_on_devices, with_grads=True), _backward)
+def _backward(plan: _Plan, grads: Reading, cotangent: LossSums) -> tuple[LossInputs]:
+    of_reading = jax.tree.map(lambda grad: (cotangent.loss * grad).astype(grad.dtype), grads)
+    return (LossInputs(of_reading, reference=None, targets=None, weights=None, z_loss=None),)  # pyright: ignore[reportArgumentType]
+
+
+_in_parts.defvjp(_forward, _backward)

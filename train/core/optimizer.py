@@ -95,11 +95,11 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
         config: names the optimizer and its constants.
         specs: name to declaration of every parameter that it moves.
     """
-    module, _, function = OPTIMIZERS[config.name].direction.partition(":")
+    row = OPTIMIZERS[config.name]
+    module, _, function = row.direction.partition(":")
     direction = getattr(importlib.import_module(module), function)(config, specs)
-    if config.moment_dtype is not None:
-        first = [field for field, power in OPTIMIZERS[config.name].moments.items() if power == 1]
-        direction = transforms.stored(direction, first, config.moment_dtype)
+    if config.moment_dtype is not None and row.first_moment is not None:
+        direction = transforms.stored(direction, row.first_moment, config.moment_dtype)
     coupled = config.decay == "coupled"
     return optax.chain(
         _clip(config.clip_norm, specs) if config.clip_norm is not None else optax.identity(),
@@ -109,6 +109,31 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
         scale_by_schedule,
         optax.identity() if coupled else add_independent_decay,
     )
+
+
+def first_step(
+    tx: optax.GradientTransformation,
+    name: str,
+    grads: Any,
+    params: Any,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """Return the first updates that move something, and the optimizer state after them.
+
+    Updates that only fill the state (`Optimizer.still_steps`) are taken before, on the same gradients.
+
+    Args:
+        tx: chain of `build`, or one written by hand.
+        name: the optimizer that it is.
+        grads: gradient of every parameter.
+        params: parameters, with the names of `grads`. None for a chain that reads none.
+        **extra: further arguments of `tx.update`.
+    """
+    extended = optax.with_extra_args_support(tx)
+    state = extended.init(grads if params is None else params)
+    for _ in range(OPTIMIZERS[name].still_steps):
+        _, state = extended.update(grads, state, params, **extra)
+    return extended.update(grads, state, params, **extra)
 
 
 def apply_gradients(

@@ -109,7 +109,7 @@ class Program:
         return self.trace_train().lower().compile(compiler_options=self.compiler_options())
 
     def compile_eval(self, train: jax.stages.Compiled | None = None) -> jax.stages.Compiled:
-        """The evaluation step: (params, inputs, batch) -> Sums, for parameters that lie as the training step has them."""
+        """The evaluation step: (params, inputs, batch) -> `LossSums`, for parameters that lie as the training step has them."""
         formats = _formats(train) if train is not None and self.free else None
         batch = abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data)
         return compile_eval_step(self.definition, self.abstract, self.layout, self.abstract_inputs(), batch, formats)

@@ -6,7 +6,7 @@ Shapes: B batch, T positions, V vocabulary or classes. What a batch holds is sai
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import chex
@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from mupax.train.config.metrics import NO_METRICS, Metric, on_devices
 from mupax.train.core import nonfinite
+from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.factors import Factors
-from mupax.train.core.loss import Sums, cross_entropy, of_logits
+from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.core.optimizer import apply_gradients
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
 from mupax.zoo import partition
@@ -44,13 +46,19 @@ def logits_of(
 
 
 def batch_sums(
-    definition: Definition, params: Arrays, run: StepInputs, batch: Batch, *, z_loss: jax.Array | None = None
-) -> Sums:
-    """Summed cross-entropy (nats), number correct and number of targets of one (micro)batch.
+    definition: Definition,
+    params: Arrays,
+    run: StepInputs,
+    batch: Batch,
+    *,
+    z_loss: jax.Array | None = None,
+    metrics: Mapping[str, Metric] = NO_METRICS,
+) -> LossSums:
+    """Return the summed cross-entropy (nats), and the sums of metrics, of one (micro)batch.
 
     Args:
         definition, params, run, batch: as in `gradients`; whether a parameter is trained makes no difference.
-        z_loss: as `cross_entropy` takes it; an evaluation has none.
+        z_loss, metrics: as `cross_entropy` takes them; an evaluation has no z-loss.
     """
     inputs, targets, weights, labels = batch["inputs"], batch["targets"], batch["weights"], batch.get("labels")
     context = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
@@ -59,28 +67,36 @@ def batch_sums(
     if not hasattr(model, "reading"):  # not one of the zoo's
         logits = logits_of(definition, params, run, inputs, **context)
         chex.assert_shape(logits, (*targets.shape, None))
-        return of_logits(logits, targets, weights, labels, z_loss)
+        return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
     reference = None
     if run.reference is not None:
         whole = {name: x for name, x in context.items() if name != "scales"}
         reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(
             inputs, **whole
         )
-    how = model.config.compute.cross_entropy
+        reference = reference._replace(routing=None)
     reading = model.reading(inputs, **context)
-    summed = functools.partial(cross_entropy, how=how, labels=labels, z_loss=z_loss)
-    if (routing := reading.routing) is None:
-        return summed(reading, targets, weights, reference=reference)
-    reading, reference = reading._replace(routing=None), reference and reference._replace(routing=None)
-    sums = summed(reading, targets, weights, reference=reference)
+    routing = reading.routing
+    sums = cross_entropy(
+        reading._replace(routing=None),
+        targets,
+        weights,
+        how=model.config.compute.cross_entropy,
+        reference=reference,
+        labels=labels,
+        z_loss=z_loss,
+        metrics=metrics,
+    )
+    if routing is None:
+        return sums
     # Of the mean weight, so that every device's tokens count alike.
     return sums._replace(routing=routing.weighed(partition.current().mean(sums.weight)))
 
 
 def gradients(
     definition: Definition, params: Arrays, run: StepInputs, batch: Batch, accumulation_steps: int
-) -> tuple[Arrays, Sums]:
-    """Gradient of the mean loss over the batch's targets, of the parameters that have a learning rate, and its `Sums`.
+) -> tuple[Arrays, LossSums]:
+    """Gradient of the mean loss over the batch's targets, of the parameters that have a learning rate, and its `LossSums`.
 
     Args:
         definition, params, run: as in `logits_of`; the names in `run.factors.lr` are trained.
@@ -94,7 +110,7 @@ def gradients(
 
         def local(
             params: Arrays, factors: Factors, reference: Arrays | None, z_loss: Any, batch: Batch
-        ) -> tuple[Arrays, Sums]:
+        ) -> tuple[Arrays, LossSums]:
             grads, sums = summed(params, run._replace(factors=factors, reference=reference, z_loss=z_loss), batch)
             return grads, jax.lax.psum(sums, inside.batch)
 
@@ -116,12 +132,13 @@ def _manual(definition: Definition) -> Manual | None:
 
 def _summed(
     definition: Definition, accumulation_steps: int, params: Arrays, run: StepInputs, batch: Batch
-) -> tuple[Arrays, Sums]:
+) -> tuple[Arrays, LossSums]:
     """The same of the summed loss; of the examples of these devices alone inside of a `Manual` layout."""
     trained = {name: w for name, w in params.items() if name in run.factors.lr}
 
-    def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, Sums]:
-        sums = batch_sums(definition, {**params, **trained}, run, micro, z_loss=run.z_loss)
+    def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, LossSums]:
+        metrics = on_devices(training=True)
+        sums = batch_sums(definition, {**params, **trained}, run, micro, z_loss=run.z_loss, metrics=metrics)
         total = sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
         return total, sums if sums.z is None else sums._replace(loss=sums.loss - run.z_loss * sums.z)
 
@@ -154,9 +171,9 @@ def make_train_step(
 ) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """(state, inputs, batch) -> (state, metrics). A step that `nonfinite` rejects leaves all but its counters as they were.
 
-    metrics: loss (mean nats per target, before the update), accuracy, grad_norm (before clipping), lr (peak x schedule),
-    weight (targets counted), float32 []; of a model with experts `Routing.metrics`; with a z-loss
-    logit_z_loss, before its weight; verdict (left out, spike, left out in a row) int32 [3];
+    metrics: loss (mean nats per target, before the update), means over the targets of `METRICS` that are measured in training
+    (accuracy), grad_norm (before clipping), lr (peak x schedule), weight (targets counted), float32 []; of a model with experts
+    `Routing.metrics`; with a z-loss logit_z_loss, before its weight; verdict (left out, spike, left out in a row) int32 [3];
     `nonfinite.squares`.
 
     Args:
@@ -198,7 +215,8 @@ def make_train_step(
             trained, opt_state, average = nonfinite.applied(keep, update, before)
         params = {**state.params, **trained}
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
-        metrics = {"loss": loss, "accuracy": sums.correct / sums.weight, "grad_norm": grad_norm, "weight": sums.weight}
+        metrics = {"loss": loss, "grad_norm": grad_norm, "weight": sums.weight}
+        metrics |= {name: total / sums.weight for name, total in sums.metrics.items()}
         metrics |= {} if sums.routing is None else sums.routing.metrics(sums.weight)
         metrics |= {} if sums.z is None else {"logit_z_loss": sums.z / sums.weight}
         metrics |= {"lr": hyper.peak_lr * hyper.schedule, "verdict": jnp.stack(flags), "squares": squares}

@@ -6,7 +6,7 @@ hyperparameters as extra arguments of `update` (`factors`, `hyper`), and a state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -17,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
 from mupax.presets.roles import ADAPTERS
 from mupax.train.config.run import OptimizerConfig
+from mupax.zoo.configs import ConfigError
 
 Specs = Mapping[str, ParamSpec]
 
@@ -122,28 +123,42 @@ def dimension_numbers(specs: Specs) -> dict[str, MuonDimensionNumbers]:
     }
 
 
-def stored(direction: optax.GradientTransformation, fields: Sequence[str], dtype: str) -> Any:
-    """A direction whose moments are rounded to another type where they are kept, and are as gradients are where they are summed.
+def stored(direction: optax.GradientTransformation, moment: str, dtype: str) -> optax.GradientTransformationExtraArgs:
+    """Keep one moment of a direction in another dtype between updates. It is still updated in the dtype of the gradients.
 
     Args:
-        direction: as it is without.
-        fields: of its state, those that are rounded; one that it does not have is passed over.
-        dtype: that they are kept in.
+        direction: transformation whose state, or a part of whose state, has a field named `moment`.
+        moment: the field to round.
+        dtype: type that the field is kept in.
+
+    Raises:
+        ConfigError: by `init` and `update` of the result, if the state has no such field.
     """
     extended = optax.with_extra_args_support(direction)
 
-    def moments_to(state: Any, to: Callable[[Any], Any]) -> Any:
-        return state._replace(**{field: to(getattr(state, field)) for field in fields if hasattr(state, field)})
+    def moment_of(state: Any) -> Any:
+        value = optax.tree.get(state, moment)
+        if value is None:
+            raise ConfigError(
+                f"optimizer.moment_dtype is {dtype}, and the optimizer's state has no {moment} to keep in it; leave it out"
+            )
+        return value
 
-    def narrow(state: Any) -> Any:
-        return moments_to(state, lambda moments: optax.tree.cast(moments, dtype))
+    def with_moment(state: Any, value: Any) -> Any:
+        return optax.tree.set(state, **{moment: value})
 
-    def update(updates, state, params=None, **extra):
-        wide = moments_to(state, lambda moments: jax.tree.map(lambda m, g: m.astype(g.dtype), moments, updates))
-        steps, state = extended.update(updates, wide, params, **extra)
-        return steps, narrow(state)
+    def narrowed(state: Any) -> Any:
+        return with_moment(state, optax.tree.cast(moment_of(state), dtype))
 
-    return optax.GradientTransformationExtraArgs(lambda params: narrow(direction.init(params)), update)
+    def init(params: Any) -> Any:
+        return narrowed(direction.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        wide = jax.tree.map(lambda m, g: m.astype(g.dtype), moment_of(state), updates)
+        steps, new_state = extended.update(updates, with_moment(state, wide), params, **extra)
+        return steps, narrowed(new_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def rows(number: jax.typing.ArrayLike, like: jax.Array) -> jax.Array:

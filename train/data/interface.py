@@ -86,6 +86,11 @@ class Data(abc.ABC):
     bytes_per_token: float | None = 1.0
     """Bytes of text per evaluation target that counts; nats per byte = nats per target / this. None where targets are no text."""
 
+    @property
+    def bytes_per_target(self) -> float | None:
+        """Mean bytes of text per evaluation target; None for images, and where targets are no text."""
+        return self.bytes_per_token if self.kind == "tokens" else None
+
     def __post_init__(self) -> None:
         names = {} if self.class_names is None else {"class_names": list(self.class_names)}
         self.facts = {"name": self.config.name, **self.facts, **names}

@@ -76,7 +76,7 @@ def write(
     with making(out.absolute(), command, in_bucket=_ENTRIES) as folder:
         workdir.record(folder, config, facts, preset, {})
         entries = assets.write(folder, files) if files else {}
-        with Checkpoints(folder, config.checkpoint.keep) as checkpoints:
+        with Checkpoints(folder, config.checkpoint) as checkpoints:
             checkpoints.assets = entries
             checkpoints.save(step, state, facts, last=True)
             if failure := checkpoints.wait():

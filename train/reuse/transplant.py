@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from mupax.errors import MupaxError
+from mupax.presets import ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
+from mupax.train.core.factors import Factors
+from mupax.train.core.optimizer import build, hyper
 from mupax.train.core.state import TrainState
 from mupax.train.reuse import plain
 from mupax.zoo.families import ModelConfig
@@ -172,29 +176,57 @@ def parameters(moves: Mapping[str, Move], old: Mapping[str, Any], fresh: Params)
     }
 
 
-def overshoot(b1: float, b2: float) -> float:
-    """How many times too far Adam's first steps on new entries go, at most, where moments start at 0 and the count does not.
+OLD_STEPS = 20_000
+"""Steps after which the state of an old entry is that of a long run."""
+NEW_STEPS = 1000
+"""Steps in which a new entry's largest step comes, for decays up to 0.999."""
 
-    After t steps the mean of gradients g is (1-b1^t) g and of squares (1-b2^t) g^2; bias correction believes both whole.
-    A second moment borrowed from old entries would hold new ones back: gradients of units that write nothing are smaller.
+
+def overshoot(config: OptimizerConfig) -> float:
+    """Return how many times too far the first steps on new entries go, at most, relative to those on old entries.
+
+    A new entry's moments start at 0 in a state whose count of steps does not. Adam's moments after t steps are then
+    (1-b1^t) g and (1-b2^t) g^2, and its bias correction takes both to be complete. A second moment borrowed from old entries
+    would hold new ones back: gradients of units that write nothing are smaller.
+
+    The optimizer's own direction is run on an old entry and a new one, both with a gradient of 1, so that nothing is assumed of it.
 
     Args:
-        b1: Adam's decay of the first moment, in [0, 1).
-        b2: of the second.
+        config: the optimizer.
     """
-    t = np.arange(1, 1000)
-    return float(((1 - b1**t) / np.sqrt(1 - b2**t)).max())
+    constant = dataclasses.replace(config, clip_norm=None, weight_decay=0.0, schedule="constant", warmup_steps=0)
+    tx = build(constant, {"gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",))})
+    one = {"gain": jnp.float32(1)}
+    factors = Factors(multiplier=one, lr=one, eps=one, weight_decay=one, forward={})
+    numbers = hyper(constant, 1).at(jnp.int32(0))
+    params = {"gain": jnp.zeros(2)}
+
+    def step(state: Any, new_gradient: jax.Array) -> tuple[Any, jax.Array]:
+        grads = {"gain": jnp.stack([jnp.float32(1), new_gradient])}
+        updates: Any
+        updates, state = tx.update(grads, state, params, factors=factors, hyper=numbers)
+        return state, updates["gain"]
+
+    @jax.jit
+    def largest() -> jax.Array:
+        new_gradients = jnp.concatenate([jnp.zeros(OLD_STEPS), jnp.ones(NEW_STEPS)])
+        _, updates = jax.lax.scan(step, tx.init(params), new_gradients)
+        old, new = updates[OLD_STEPS:].T
+        return jnp.max(jnp.abs(new)) / jnp.max(jnp.abs(old))
+
+    return float(largest())
 
 
 def overshoot_notes(config: OptimizerConfig) -> list[str]:
-    """What to say where entries are new in a state that goes on; nothing where `overshoot` is small."""
-    times = overshoot(config.b1, config.b2) if "nu" in OPTIMIZERS[config.name].moments else 1.0
+    """Return a line of warning where entries are new in a state that goes on, or none where `overshoot` is small."""
+    times = overshoot(config)
     if times < 1.2:
         return []
-    return [
-        f"new entries start without moments among old ones, and with b2 {config.b2} Adam's first steps on them go up to "
-        f"{times:.1f} times too far; 0.95 does not"
-    ]
+    note = f"new entries start without moments among old ones, and the first steps of {config.name} on them go up to "
+    note += f"{times:.1f} times too far"
+    if "b2" in OPTIMIZERS[config.name].reads:
+        note += f" with b2 {config.b2}; 0.95 does not"
+    return [note]
 
 
 def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.train.checkpoints.command import ModelFlags
 from mupax.train.config import cli
+from mupax.train.config.metrics import METRICS, shown_everywhere
 from mupax.train.config.run import Config
 
 READ = ("--data.", "--mesh.", "--model.compute.")
@@ -289,17 +289,21 @@ def _images(saved: Any, console: Any) -> Any:
 
 
 def _numbers(data: Any, scores: Any) -> dict[str, Any]:
-    """What is said of the `evaluate.Scores` of one data set."""
-    loss, accuracy, targets = scores
-    each = data.bytes_per_token if data.kind == "tokens" else None
-    return {
-        "loss": loss,
-        "accuracy": accuracy,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        **({"loss_per_byte": loss / each, "bits_per_byte": loss / math.log(2) / each} if each else {}),
-        "examples": data.eval_size,
-        "targets": targets,
-    }
+    """Return the `evaluate.Scores` of one data set, with its size."""
+    return {**scores, "examples": data.eval_size, "targets": scores.targets}
+
+
+def _metric_lines(numbers: dict[str, Any]) -> dict[str, str]:
+    """Return the text of every metric by its label: the loss, what follows from it, and the others."""
+    lines = {}
+    for name in sorted(METRICS, key=lambda name: METRICS[name].from_loss is None):
+        if name not in numbers or name == "loss_per_byte":
+            continue
+        text = METRICS[name].text_with_unit(numbers[name])
+        if name == "loss" and "loss_per_byte" in numbers:
+            text += f" per token, {METRICS['loss_per_byte'].text(numbers['loss_per_byte'])} nats per byte"
+        lines[METRICS[name].label] = text
+    return lines
 
 
 def check_classes(classes: Sequence[str], here: Sequence[str] | None, saved: Any, name: str) -> None:
@@ -336,14 +340,9 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     """
     name, step = Path(numbers["workdir"]).name, numbers["step"]
     other = "" if numbers["data_of_the_run"] or step is None else ", other data than the run's"
-    text = {"bits per byte": f"{numbers['bits_per_byte']:.4f}"} if "bits_per_byte" in numbers else {}
-    per_byte = f" per token, {numbers['loss_per_byte']:.4f} nats per byte" if "loss_per_byte" in numbers else ""
     rows = {
         "weights": "moving average" if numbers["weights"] == "ema" else "parameters",
-        "loss": f"{numbers['loss']:.4f} nats{per_byte}",
-        "perplexity": f"{numbers['perplexity']:.4g}",
-        **text,
-        "accuracy": f"{100 * numbers['accuracy']:.2f} %",
+        **_metric_lines(numbers),
         **({"top-5 accuracy": f"{100 * numbers['top5_accuracy']:.2f} %"} if "top5_accuracy" in numbers else {}),
         **(
             {"calibration": f"{100 * numbers['ece']:.2f} % expected error of the confidence"}
@@ -362,18 +361,12 @@ def show(console: Any, numbers: dict[str, Any]) -> None:
     console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
     print(terminal.table([*rows.items()]))
     if "sets" in numbers:
-        head = ["set", "loss", "accuracy", "bits per byte", "examples", "data"]
-        lines = [
-            [
-                name,
-                f"{each['loss']:.4f}",
-                f"{100 * each['accuracy']:.2f} %",
-                f"{each['bits_per_byte']:.4f}" if "bits_per_byte" in each else "",
-                f"{each['examples']:,}",
-                each["data"],
-            ]
-            for name, each in numbers["sets"].items()
-        ]
+        columns = [*shown_everywhere(), "bits_per_byte"]
+        head = ["set", *(METRICS[column].label for column in columns), "examples", "data"]
+        lines = []
+        for name, values in numbers["sets"].items():
+            texts = [METRICS[column].text(values[column]) if column in values else "" for column in columns]
+            lines.append([name, *texts, f"{values['examples']:,}", values["data"]])
         terminal.say(f"\n{terminal.table([head, *lines], left=('set', 'data'))}")
     if "classes" in numbers:
         from mupax.train.reuse.predict import scores

@@ -1,38 +1,42 @@
-"""A model's loss and accuracy over all evaluation examples: as a run sees them, and any checkpoint of it afterwards."""
+"""A model's metrics over all evaluation examples: as a run sees them, and any checkpoint of it afterwards."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
-from mupax.train.core.step import Batch, StepInputs, Sums
+from mupax.train.config.metrics import evaluation_row, metric_values
+from mupax.train.core.step import Batch, StepInputs
 from mupax.train.data import Data, reading
 from mupax.train.parallel.sharding import Feed
 from mupax.train.run.prefetch import Prefetch
-from mupax.train.run.report.metrics import loss_per_byte
 from mupax.train.run.runtime import EVALUATION
 from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:
+    from mupax.train.core.cross_entropy.sums import LossSums
     from mupax.train.core.state import TrainState
     from mupax.train.run.results import Report
     from mupax.train.run.start import Session
 
 
-class Scores(NamedTuple):
-    """Means over the targets of the evaluation examples."""
+class Scores(dict[str, float]):
+    """Metrics of an evaluation by name, in the order of `METRICS`.
 
-    loss: float
-    """Nats per target."""
-    accuracy: float
-    targets: int
+    Attributes:
+        targets: Number of targets that they are over.
+    """
+
+    def __init__(self, values: Mapping[str, float], targets: int) -> None:
+        super().__init__(values)
+        self.targets = targets
 
 
 def evaluate(
@@ -44,7 +48,7 @@ def evaluate(
     dispatching: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     observer: Callable[[Batch], None] | None = None,
 ) -> Scores:
-    """Scores over all evaluation examples; every process of a run calls this alike.
+    """Return the metrics over all evaluation examples; every process of a run calls this alike.
 
     Args:
         eval_fn: the compiled evaluation step.
@@ -55,7 +59,7 @@ def evaluate(
         dispatching: entered around every program; what it raises ends the evaluation.
         observer: given every batch, on the mesh.
     """
-    total: Sums | None = None
+    total: LossSums | None = None
     with Prefetch(data.eval_batches(*feed.rows), feed.put) as batches:
         for batch in batches:
             with dispatching():
@@ -65,8 +69,10 @@ def evaluate(
                 observer(batch)
             total = sums if total is None else jax.tree.map(np.add, total, sums)
     assert total is not None, "data without evaluation examples"
-    loss, correct, weight = (float(x) for x in (total.loss, total.correct, total.weight))
-    return Scores(loss / weight, correct / weight, int(weight) if math.isfinite(weight) else 0)
+    weight = float(total.weight)
+    means = {name: float(value) / weight for name, value in total.metrics.items()}
+    values = metric_values(float(total.loss) / weight, means, data.bytes_per_target)
+    return Scores(values, int(weight) if math.isfinite(weight) else 0)
 
 
 def evaluation(session: Session, report: Report, state: TrainState, step: int) -> None:
@@ -86,12 +92,10 @@ def evaluation(session: Session, report: Report, state: TrainState, step: int) -
     dispatching = partial(session.rt.dispatching, awaited, EVALUATION)
     with reading():
         scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
-        row = {"step": step, "eval_loss": scores.loss, "eval_accuracy": scores.accuracy}
-        row |= loss_per_byte("eval_loss_per_byte", scores.loss, session.data)
+        row = {"step": step, **evaluation_row(scores)}
         for name, data in session.sets.items():
             scores = evaluate(session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching)
-            row |= {f"eval/{name}/loss": scores.loss, f"eval/{name}/accuracy": scores.accuracy}
-            row |= loss_per_byte(f"eval/{name}/loss_per_byte", scores.loss, data)
+            row |= evaluation_row(scores, name)
     report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
     if session.snapshots is not None:
         report.show(step, session.snapshots.take(state, partial(session.rt.dispatching, awaited)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mupax.paths import path_of
 from mupax.train.checkpoints.folder import CHECKPOINTS, steps
 from mupax.train.config.run import Config
 from mupax.train.run import loop
+from mupax.train.run.hooks import Hook, Hooks
 from mupax.train.run.report import metrics
 
 
@@ -28,7 +30,7 @@ class Run:
     Attributes:
         config: Config that was trained, with all defaults written out.
         workdir: Folder, or place in a bucket, with its checkpoints, metrics and pictures.
-        step: Optimizer steps done. Fewer than `config.steps` after an early stop (`stop.patience`).
+        step: Optimizer steps done. Fewer than `config.steps` after an early stop (`stop.patience`, or a hook's `run.stop`).
     """
 
     config: Config
@@ -50,22 +52,24 @@ class Run:
         return rows[-1] if rows else {}
 
 
-def fit(config: Config) -> Run:
+def fit(config: Config, hooks: Sequence[Hook] = ()) -> Run:
     """Train a config to its last step, as `mupax train` does, and return the finished run.
 
     Args:
         config: Complete config, such as `RECIPES["lm-tiny"]()` with fields replaced. With `resume` the run in its workdir
             goes on.
+        hooks: Functions to call after steps, in order, such as `[train.every(100, function)]`.
 
     Raises:
         MupaxError: Bad input, found before the first step.
+        HookError: A hook failed. The state is saved; the cause is the hook's exception.
         TrainingFailed: The run failed later; the reason stands on standard error.
         KeyboardInterrupt: Ctrl-C came. The state is saved.
         SystemExit: Another signal stopped the run. The state is saved.
     """
     config = config.resolved()
     workdir = path_of(str(config.workdir))
-    code = loop.run(config)
+    code = loop.run(config, Hooks(hooks) if hooks else None)
     if code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if code > 128:

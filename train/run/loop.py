@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from mupax.plugins import refuse_while_importing
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.checkpoints.selection import Ranking
+from mupax.train.config.retention import SaveNeed
 from mupax.train.config.run import Config
 from mupax.train.core.nonfinite import RejectedStep
 from mupax.train.core.program import assemble
@@ -25,7 +26,7 @@ from mupax.train.run.evaluate import evaluation
 from mupax.train.run.prefetch import Prefetch
 from mupax.train.run.report import finish
 from mupax.train.run.results import Report
-from mupax.train.run.runtime import STEP, Interrupted, Runtime, runtime
+from mupax.train.run.runtime import STEP, HookError, Interrupted, Runtime, runtime
 from mupax.train.run.start import (
     Position,
     Session,
@@ -39,14 +40,21 @@ from mupax.train.run.start import (
     starting_position,
 )
 
+if TYPE_CHECKING:
+    from mupax.train.run.hooks import Hooks
+
 _FREED_S = 0.005
 """Time for a CPU to free a step's temporaries, where there is no room for those of two steps."""
 _LISTEN_S = 0.1
 """How often a run that waits for data looks whether it is to stop."""
 
 
-def run(config: Config) -> int:
+def run(config: Config, hooks: Hooks | None = None) -> int:
     """Train a config to its last step.
+
+    Args:
+        config: complete config.
+        hooks: called after steps (`fit` has them).
 
     Returns:
         The exit code (0 done, 1 the run failed, 128 + its number stopped by a signal, after saving).
@@ -57,6 +65,7 @@ def run(config: Config) -> int:
         MemoryLimitError: more memory is needed than there is, before the first step.
         OutOfMemory: memory ran out all the same.
         DataError, ReadError: data that cannot be read later on, after saving.
+        HookError: a hook failed, after saving.
         SystemExit: stopped by a signal with nothing to save.
     """
     refuse_while_importing()
@@ -68,15 +77,18 @@ def run(config: Config) -> int:
         program = assemble(rt.config)
         check_state(program, memory_limit(program, rt, "start"))
         data = load_data(program, rt)
-        sets, keep = load_sets(program, data, rt), rt.config.checkpoint
+        sets = load_sets(program, data, rt)
         limit = memory_limit(program, rt, "data")
-        best = Ranking(keep.keep_best or 0, keep.best_metric)
         with (
-            Checkpoints(rt.folder, keep.keep, rt.processes, rt.console.print, rt.send, best) as checkpoints,
+            Checkpoints(
+                rt.folder, rt.config.checkpoint, processes=rt.processes, note=rt.console.print, before=rt.send
+            ) as checkpoints,
             out_of_memory(program),
         ):
             position = starting_position(program, data, sets, checkpoints, rt)
             session = compiled(program, data, sets, checkpoints, rt, position, limit)
+            if hooks is not None:
+                session = dataclasses.replace(session, hooks=hooks.begin(rt))
             if position.step < rt.config.steps:
                 rt.console.print(f"compiled in {session.compile_seconds:.1f} s")
             rt.stop.defer()
@@ -155,7 +167,7 @@ def train(session: Session, position: Position) -> TrainState:
         try:
             if not position.evaluated:
                 evaluation(session, report, state, step)
-            while step < steps and not session.evaluations.stopped:
+            while step < steps and not stopped_early(session):
                 batch = next_batch(batches, report, rt, step + 1)
                 oldest = max(position.step, step - session.in_flight) + 1
                 with rt.dispatching(f"step {oldest}, which the devices work on", STEP), report.profile.step(step + 1):
@@ -168,21 +180,52 @@ def train(session: Session, position: Position) -> TrainState:
                     time.sleep(_FREED_S)
                 report.check(step - session.in_flight)
                 save_and_evaluate(session, report, state, step)
-        except (Interrupted, DataError, ReadError) as error:
+                call_hooks(session, report, state, step)
+        except (Interrupted, DataError, ReadError, HookError) as error:
             reason = error
         report.finish()
         if reason is not None:
             interrupted(session, report, state, step, reason)
-        elif stopped := session.evaluations.stopped:
+        elif stopped := stopped_early(session):
             if step > position.step or not position.evaluated:
                 report.stopped(step, stopped)
             save(session, report, state, step, wait=True)
-            report.progress.note(
-                f"stopped early at step {step} of {steps}: {stopped}; to go on, add --resume with a larger --stop.patience or without it"
-            )
+            by_hook = session.hooks is not None and session.hooks.stopped == stopped
+            how = "add --resume" if by_hook else "add --resume with a larger --stop.patience or without it"
+            report.progress.note(f"stopped early at step {step} of {steps}: {stopped}; to go on, {how}")
     session.speed.update(report.timing.facts())
     rt.watchdog.waiting("the last checkpoint to be on disk")
     return state
+
+
+def call_hooks(session: Session, report: Report, state: TrainState, step: int) -> None:
+    """Call the user's hooks that are due after a step, and write what they log.
+
+    Args:
+        session: of the run.
+        report: gets the row.
+        state: after the step.
+        step: steps done.
+
+    Raises:
+        HookError: a hook failed, on this process or on another.
+        RejectedStep: the step is bad, under the policy of the run.
+    """
+    if session.hooks is None or not session.hooks.due(step):
+        return
+    with report.paused():
+        outcome = session.hooks.call(session.rt, state, step)
+    if outcome.values:
+        report.logged(step, outcome.values)
+    if outcome.failure:
+        raise HookError(f"the hook {outcome.failure}") from outcome.cause
+
+
+def stopped_early(session: Session) -> str:
+    """Return why a run ends before its last step, or an empty text."""
+    if session.hooks is not None and session.hooks.stopped:
+        return session.hooks.stopped
+    return session.evaluations.stopped
 
 
 def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step: int) -> Batch:
@@ -222,20 +265,13 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
         step: steps done.
     """
     config = session.rt.config
-    saves, evaluates = config.saves_after(step), config.evaluates_after(step)
-    if not (saves or evaluates):
+    save_need = config.save_need(step)
+    evaluates = config.evaluates_after(step)
+    if save_need is SaveNeed.NONE and not evaluates:
         return
     with report.paused():
-        if saves:
-            # What a rollback goes back to must not depend on how fast the disk is.
-            best = evaluates and config.checkpoint.keep_best is not None  # it may be among them
-            save(
-                session,
-                report,
-                state,
-                step,
-                wait=best or step == config.steps or config.faults.bad_numbers == "rollback",
-            )
+        if save_need is not SaveNeed.NONE:
+            save(session, report, state, step, wait=save_need is SaveNeed.REQUIRED)
         if evaluates:
             evaluation(session, report, state, step)
 
@@ -261,21 +297,21 @@ def save(session: Session, report: Report, state: TrainState, step: int, *, wait
 
 
 def interrupted(session: Session, report: Report, state: TrainState, step: int, reason: Exception) -> None:
-    """Save where a signal or unreadable data ended the run before its last step, and say how to go on.
+    """Save where a signal, unreadable data or a hook ended the run before its last step, and say how to go on.
 
     Args:
         session: of the run.
         report: shows how to go on.
         state: to save.
         step: steps done; 0 has nothing to save.
-        reason: what ended the run: `Interrupted`, or an error of its data.
+        reason: what ended the run: `Interrupted`, a hook's error, or an error of its data.
 
     Raises:
-        DataError, ReadError: `reason`, where it is one, with what was saved.
+        DataError, ReadError, HookError: `reason`, where it is one, with what was saved.
     """
     rt, steps = session.rt, session.rt.config.steps
-    # Of several processes one alone has failed; the others may wait for it within a step.
-    alone = isinstance(reason, Interrupted) or rt.processes.count == 1
+    # Where data fails, it is on one process of several; the others may wait for it within a step.
+    alone = isinstance(reason, (Interrupted, HookError)) or rt.processes.count == 1
     if step > 0 and alone:
         save(session, report, state, step, wait=True)
     unsaved = session.checkpoints.wait()
@@ -286,6 +322,11 @@ def interrupted(session: Session, report: Report, state: TrainState, step: int, 
         report.progress.note(f"stopped by {signal} at step {step} of {steps}, {saved}; {how}")
         return
     saved = saved if alone else f"the newest checkpoint is {session.checkpoints.latest}"
+    if isinstance(reason, HookError):
+        text = (
+            f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the hook and fit the config with resume=True"
+        )
+        raise HookError(text) from reason.__cause__
     raise type(reason)(
         f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the data and write the command with --resume to go on, "
         "and with --resume-change data where a file was replaced or removed"

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Self
 import jax
 import numpy as np
 
+from mupax.train.config.metrics import metric_values
 from mupax.train.core.nonfinite import RejectedStep, culprit
 from mupax.train.core.program import Program
 from mupax.train.data import Data
 from mupax.train.parallel import hardware
-from mupax.train.run.report.metrics import MetricsWriter, loss_per_byte
+from mupax.train.run.report.metrics import MetricsWriter
 from mupax.train.run.report.progress import Progress
 from mupax.train.run.report.timing import Profile, Timing
 from mupax.train.run.runtime import STEP, Runtime
@@ -134,8 +135,8 @@ class Report(contextlib.ExitStack):
             values = {name: float(value) for name, value in values.items()}
             weight = values.pop("weight")
             count = int(weight) if math.isfinite(weight) else 0  # judged by the loss, which is no number then either
-            per_byte = loss_per_byte("loss_per_byte", values["loss"], self._data)
-            row = {"step": step, **values, **per_byte, self._unit: count}
+            measured = metric_values(values["loss"], values, self._data.bytes_per_target, training=True)
+            row = {"step": step, **values, **measured, self._unit: count}
             row |= {"spike": True} if spike else {}
             row |= {"skipped": True} if skipped else {}
             row |= {"batch": step - 1 + self._left_out} if self._left_out else {}
@@ -149,7 +150,7 @@ class Report(contextlib.ExitStack):
                 self._bad = RejectedStep(step, values["loss"], values["grad_norm"], where, in_a_row)
                 continue
             self.timing.step(seconds, count, waited)
-            self.progress.update(step, values["loss"], values["lr"], per_byte.get("loss_per_byte"))
+            self.progress.update(step, values["loss"], values["lr"], measured.get("loss_per_byte"))
             if self.timing.due:
                 self._write_speed(step)
 
@@ -160,6 +161,15 @@ class Report(contextlib.ExitStack):
             self.flush()
             self._spool.send_later()
         self.progress.evaluated(row)
+
+    def logged(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the row of what hooks logged.
+
+        Args:
+            step: steps done.
+            values: numbers by name.
+        """
+        self._write({"step": step, **values})
 
     def show(self, step: int, media: Media) -> None:
         """Show images and histograms of an evaluation.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mupax.config_fields import Affects, config_fields
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import workdir
 from mupax.train.checkpoints.folder import CheckpointFolder
@@ -16,22 +17,6 @@ from mupax.train.run.runtime import Runtime
 
 JUMP = 1.5
 """Learning rates of one step, of the schedule before and of the new one, further apart than this ratio are a jump."""
-_APART = (
-    "recipe",
-    "init",
-    "distributed",
-    "log",
-    "workdir",
-    "resume",
-    "resume_change",
-    "resume_from",
-    "resume_exact",
-    "xla_flags",
-    "vmem_kib",
-)
-"""Fields of a config that leave training as it is, and what is settled elsewhere."""
-_ROUNDING = ("accumulation_steps ", "model.compute.", "mesh.")
-"""Beginnings of the fields that leave what is trained as it is and may change its bits."""
 
 
 class ResumeError(MupaxError):
@@ -39,14 +24,23 @@ class ResumeError(MupaxError):
 
 
 def changes(before: Mapping[str, Any], config: Config) -> list[str]:
-    """Every field that training may notice and that differs, as `steps 300 -> 200`.
+    """Return every changed field that a resume announces, as `steps 300 -> 200`.
 
     Args:
         before: the config that the run has recorded, as JSON; a field that it lacks was not there yet.
         config: of this part of the run.
     """
-    now = {name: value for name, value in to_json(config).items() if name not in _APART}
-    return [f"{name} {text_of(old)} -> {text_of(new)}" for name, old, new in differences(completed(before, now), now)]
+    now = to_json(config)
+    silent = {field.path for field in config_fields(config) if _is_silent(field.affects)}
+    return [
+        f"{name} {text_of(old)} -> {text_of(new)}"
+        for name, old, new in differences(completed(before, now), now)
+        if name not in silent
+    ]
+
+
+def _is_silent(affects: Affects | None) -> bool:
+    return affects is not None and affects.consequence.on_resume == "silent"
 
 
 def check(before: Mapping[str, Any], config: Config, step: int) -> None:
@@ -103,11 +97,17 @@ def check_exact(
             "leave --resume-exact out"
         )
     changed = [str(change) for change in environment_changes if change.bits]
-    changed += [line for line in changes(before, config) if line.startswith(_ROUNDING)]
+    rounding = {field.path for field in config_fields(config) if _rounds(field.affects)}
+    changed += [line for line in changes(before, config) if line.partition(" ")[0] in rounding]
     if changed:
         raise ResumeError(
             f"--resume-exact: {'; '.join(changed)}. Go on in the environment that the run was trained in, or leave --resume-exact out"
         )
+
+
+def _rounds(affects: Affects | None) -> bool:
+    """Return whether a field leaves what is trained as it is and may change its bits."""
+    return affects is not None and affects.effect in ("rounding", "layout")
 
 
 def announce(
@@ -151,7 +151,8 @@ def announce(
     for change in changed:
         warn(f"changed since: {change}")
     if any(change.startswith("checkpoint.") for change in changed) and step < config.steps:
-        leaving = runtime.processes.broadcast("leaving", checkpoints.leaving)
+        upcoming = workdir.with_earlier_parts({"config": to_json(config)}, recorded, step)
+        leaving = runtime.processes.broadcast("leaving", lambda: checkpoints.leaving(upcoming))
         leaving = [saved for saved in leaving if saved <= step]  # later ones move to a branch
         if leaving:
             listed = ", ".join(map(str, leaving))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
+from mupax.errors import MupaxFailure
 from mupax.paths import is_remote
 from mupax.terminal import lasting, rich_console
 from mupax.train.checkpoints import workdir
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 class Interrupted(Exception):
     """A signal has asked the run to stop; all its processes have run the same programs."""
+
+
+class HookError(MupaxFailure):
+    """A user's hook that raised an exception, which is the cause of this one."""
 
 
 class Watchdog:

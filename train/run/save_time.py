@@ -13,8 +13,8 @@ import numpy as np
 from mupax import terminal
 from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config.retention import CheckpointConfig
 from mupax.train.core.state import TrainState
-from mupax.train.parallel.processes import Processes
 
 GRACES = {"a spot machine of Google Cloud": 30, "SLURM's --signal=TERM@120 or a spot machine of AWS": 120}
 """Seconds from SIGTERM to the end, the shortest first."""
@@ -73,7 +73,7 @@ def seconds(workdir: str, size: int) -> float:
             raise OSError("it is nearly full")
     probe = folder / f".speed-{secrets.token_hex(4)}"
     try:
-        with Checkpoints(probe, 1, Processes(), lambda text: None) as checkpoints:
+        with Checkpoints(probe, CheckpointConfig(keep=1), note=lambda text: None) as checkpoints:
             first, whole = (_saved(checkpoints, step, content) for step, content in enumerate((1, part), 1))
     finally:
         remove_tree(probe)

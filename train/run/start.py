@@ -34,6 +34,7 @@ from mupax.train.run.runtime import Runtime
 
 if TYPE_CHECKING:
     from mupax.train.run.copies import CopyCheck
+    from mupax.train.run.hooks import Hooks
     from mupax.train.run.report.mirrors.snapshots import Snapshots
 
 IN_FLIGHT = 2
@@ -81,6 +82,8 @@ class Session:
     """Steps that are queued on the devices before the host waits for the oldest."""
     copies: CopyCheck | None = None
     """Compares what several processes must hold alike; None where there is only one."""
+    hooks: Hooks | None = None
+    """Functions of the user that are called after steps."""
     speed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Lines of the summary about how fast it went, by their label; those of the last attempt."""
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from importlib import import_module
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from mupax.config_fields import Affects
 from mupax.presets.matrices import MATRICES
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ConfigError, TokenModel
 from mupax.zoo.transformer import RopeScaling, Sight, TransformerConfig
+
+_ROTARY = {"model.positions": "rotary"}
+_LLAMA3 = {**_ROTARY, "model.rope_scaling": "llama3", "model.rope_original_len": 16}
+"""Fields that those of rotary positions need."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,38 +26,38 @@ class DecoderConfig(TokenModel, TransformerConfig):
     causal: ClassVar[bool] = True
     generates: ClassVar[bool] = True
 
-    positions: Literal["learned", "rotary"] = "learned"
-    rope_theta: float = 10_000.0
+    positions: Annotated[Literal["learned", "rotary"], Affects("model", "rotary")] = "learned"
+    rope_theta: Annotated[float, Affects("model", 100.0, given=_ROTARY)] = 10_000.0
     """Base wavelength of rotary positions."""
-    rope_scaling: Literal["none", "linear", "llama3"] = "none"
+    rope_scaling: Annotated[Literal["none", "linear", "llama3"], Affects("model", "linear", given=_ROTARY)] = "none"
     """Frequencies for a context longer than the one first trained on: all divided, or (Llama 3.1) those of few turns within it."""
-    rope_factor: float = 8.0
+    rope_factor: Annotated[float, Affects("model", 4.0, given=_LLAMA3)] = 8.0
     """What scaled frequencies are divided by."""
-    rope_low_freq_factor: float = 1.0
+    rope_low_freq_factor: Annotated[float, Affects("model", 2.0, given=_LLAMA3)] = 1.0
     """llama3: turns within the first context below which a frequency is divided."""
-    rope_high_freq_factor: float = 4.0
+    rope_high_freq_factor: Annotated[float, Affects("model", 8.0, given=_LLAMA3)] = 4.0
     """llama3: turns within the first context above which it is left alone."""
-    rope_original_len: int = 8192
+    rope_original_len: Annotated[int, Affects("model", 12, given=_LLAMA3)] = 8192
     """llama3: the first context, in positions."""
-    rotary_fraction: float = 1.0
+    rotary_fraction: Annotated[float, Affects("model", 0.5, given=_ROTARY)] = 1.0
     """Share of each head that rotary positions turn, its first entries."""
-    parallel: bool = False
+    parallel: Annotated[bool, Affects("model", True)] = False
     """A block's MLP reads the stream as its attention does, not after it (GPT-J, GPT-NeoX)."""
-    window: int | None = None
+    window: Annotated[int | None, Affects("model", 5)] = None
     """Positions that a query sees, its own and those before it (sliding window); all before it unless given."""
-    full_every: int | None = None
+    full_every: Annotated[int | None, Affects("model", 2, given={"model.window": 5})] = None
     """Every so-many-th block has no window; each has it unless given."""
-    window_theta: float | None = None
+    window_theta: Annotated[float | None, Affects("model", 7.0, given={**_ROTARY, "model.window": 5})] = None
     """Base wavelength of rotary positions in blocks with a window, whose frequencies are not scaled; as in the others unless given."""
-    post_norm: bool = False
+    post_norm: Annotated[bool, Affects("model", True)] = False
     """Normalize what each branch writes, too, with a gain (Gemma 2)."""
-    attention_softcap: float | None = None
+    attention_softcap: Annotated[float | None, Affects("model", 2.0)] = None
     """Attention logits x are cap * tanh(x / cap); as they are unless given."""
-    logit_softcap: float | None = None
+    logit_softcap: Annotated[float | None, Affects("model", 2.0)] = None
     """The same of the model's logits."""
-    tied: bool = False
+    tied: Annotated[bool, Affects("model", True)] = False
     """Read out with the token embedding."""
-    readout_bias: bool = False
+    readout_bias: Annotated[bool, Affects("model", True)] = False
     """Trainable bias of the logits."""
 
     def __post_init__(self) -> None:

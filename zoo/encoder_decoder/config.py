@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from importlib import import_module
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from mupax.config_fields import Affects
 from mupax.presets.matrices import MATRICES, of_cross, of_encoder
 from mupax.presets.roles import CROSSED, ENCODER, FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ArraySpec, ConfigError, TokenModel
 from mupax.zoo.transformer import TransformerConfig
+
+_RELATIVE = {"model.positions": "relative"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,23 +28,23 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
     causal: ClassVar[bool] = True
     denoises: ClassVar[bool] = True
 
-    encoder_depth: int | None = None
+    encoder_depth: Annotated[int | None, Affects("model", 3)] = None
     """Blocks of the encoder; depth unless given."""
-    target_len: int | None = None
+    target_len: Annotated[int | None, Affects("model", 12)] = None
     """Longest output, decoder positions T; seq_len, which is the longest input S, unless given."""
-    positions: Literal["learned", "rotary", "relative"] = "learned"
+    positions: Annotated[Literal["learned", "rotary", "relative"], Affects("model", "rotary")] = "learned"
     """relative: a bias of attention logits by distance, one table for all blocks of a stack (T5)."""
-    rope_theta: float = 10_000.0
+    rope_theta: Annotated[float, Affects("model", 100.0, given={"model.positions": "rotary"})] = 10_000.0
     """Base wavelength of rotary positions."""
-    distance_buckets: int = 32
+    distance_buckets: Annotated[int, Affects("model", 16, given=_RELATIVE)] = 32
     """Rows of a relative table: half of an encoder's are for keys that follow; half of those are a distance each."""
-    longest_distance: int = 128
+    longest_distance: Annotated[int, Affects("model", 17, given=_RELATIVE)] = 128
     """Distance from which all relative positions share a row; the rows below it are logarithmic."""
-    shared: bool = True
+    shared: Annotated[bool, Affects("model", False)] = True
     """One token embedding for encoder and decoder."""
-    tied: bool = True
+    tied: Annotated[bool, Affects("model", False)] = True
     """Read out with the decoder's token embedding."""
-    embedding_norm: bool = True
+    embedding_norm: Annotated[bool, Affects("model", False)] = True
     """Norms after both embeddings, as in BART."""
 
     def __post_init__(self) -> None:

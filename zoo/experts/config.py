@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
+from mupax.config_fields import Affects
 from mupax.zoo.families import ComputeConfig, ConfigError
 
 Gate = Literal["sigmoid", "softmax", "softmax-all"]
@@ -15,17 +16,17 @@ Gate = Literal["sigmoid", "softmax", "softmax-all"]
 class RoutingConfig:
     """How a token's experts are chosen and weighed, what an expert takes at most, and what keeps them evenly used."""
 
-    gate: Gate = "sigmoid"
+    gate: Annotated[Gate, Affects("model", "softmax", given={"model.experts": 4})] = "sigmoid"
     """Weights of a token's experts: sigmoid of the score over their number (2601.20205), softmax over their scores (Mixtral), or over
     all (Switch)."""
-    capacity_factor: float | None = None
+    capacity_factor: Annotated[float | None, Affects("model", 1.0, given={"model.experts": 4})] = None
     """An expert takes at most so many times its even share of an example's tokens, the first ones; it takes all unless given (dropless)."""
-    balance: Literal["loss", "bias", "none"] = "loss"
+    balance: Annotated[Literal["loss", "bias", "none"], Affects("model", "bias", given={"model.experts": 4})] = "loss"
     """loss: of Switch, times balance_weight. bias: added to scores where experts are chosen, moved by their loads
     (`rates.block.router.bias` scales it)."""
-    balance_weight: float = 0.01
+    balance_weight: Annotated[float, Affects("model", 0.1, given={"model.experts": 4})] = 0.01
     """Weight of the balance loss, which is 1 where all experts are used alike."""
-    z_weight: float = 0.001
+    z_weight: Annotated[float, Affects("model", 0.1, given={"model.experts": 4})] = 0.001
     """Weight of the mean square of the scores' log-sum-exp (ST-MoE)."""
 
     def __post_init__(self) -> None:

@@ -6,8 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from mupax.config_fields import Affects
 from mupax.presets.roles import ParamSpec
 from mupax.zoo.families import ConfigError
 
@@ -18,11 +19,14 @@ Branch = Literal["attention", "mlp"]
 class LoraConfig:
     """Low-rank adapters (LoRA, Hu et al. 2021): a matrix W of a block computes x W + (alpha / rank) x A B."""
 
-    rank: int | None = None
+    rank: Annotated[int | None, Affects("model", 2, given={"freeze": ("bias",)})] = None
     """Numbers between A and B; no adapters unless given."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Affects("model", 16.0, given={"freeze": ("bias",), "model.lora.rank": 2})] = 32.0
     """Scale of what adapters add, over their rank: of another rank the same learning rate serves."""
-    on: tuple[Branch, ...] = ("attention", "mlp")
+    on: Annotated[tuple[Branch, ...], Affects("model", ("mlp",), given={"freeze": ("bias",), "model.lora.rank": 2})] = (
+        "attention",
+        "mlp",
+    )
     """Branches whose matrices have them."""
 
     def __post_init__(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from importlib import import_module
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from mupax.config_fields import Affects
 from mupax.presets.roles import ADAPTERS, ParamSpec, Role
 from mupax.zoo.families import ConfigError, ImageModel
 from mupax.zoo.transformer import TransformerConfig
@@ -38,23 +39,23 @@ class ViTConfig(ImageModel, TransformerConfig):
 
     family: ClassVar[str] = "vit"
 
-    stem: int | None = None
+    stem: Annotated[int | None, Affects("model", 2)] = None
     """Convolutions, 2 or 3, that make patches, each with a norm and a GELU after it, in place of one matrix per patch; none unless
     given. Their strides multiply to patch_size. Three write a quarter, a half and all of the width, two a half and all."""
-    pool: Literal["mean", "cls", "cls-mean"] = "mean"
+    pool: Annotated[Literal["mean", "cls", "cls-mean"], Affects("model", "cls")] = "mean"
     """What the classifier reads: the mean of all patches, the CLS token, or both side by side (DINOv2)."""
-    registers: int | None = None
+    registers: Annotated[int | None, Affects("model", 2)] = None
     """Tokens without an image's content beside the patches (Darcet et al. 2024): rows of the positions alone."""
-    pre_logits: bool = False
+    pre_logits: Annotated[bool, Affects("model", True)] = False
     """A layer of the width and tanh before the readout, as in pre-training (Dosovitskiy et al. 2021, section 3.1)."""
-    layer_scale: float | None = None
+    layer_scale: Annotated[float | None, Affects("model", 0.5)] = None
     """What trainable gains of each branch's output start at (LayerScale, Touvron et al. 2021); without them unless given."""
-    sincos: bool = False
+    sincos: Annotated[bool, Affects("model", True)] = False
     """Positions of patches are sines and cosines of their row and column, fixed (Chen et al. 2021), in place of learned ones."""
-    distribution: Literal["normal", "flax"] = "normal"
+    distribution: Annotated[Literal["normal", "flax"], Affects("start", "flax")] = "normal"
     """What matrices' numbers are drawn from, at the preset's deviations: normal ones, or as Flax's Glorot and LeCun initializers
     have them, uniform in blocks and normal cut at two deviations elsewhere."""
-    drop_path: float = 0.0
+    drop_path: Annotated[float, Affects("model", 0.1)] = 0.0
     """Chance that training leaves out a branch of the last block, rising evenly from 0 at the first (Huang et al. 2016)."""
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ import optax
 from flax import nnx
 
 from mupax.train.core import nonfinite
-from mupax.train.core.loss import of_logits
+from mupax.train.core.loss import cross_entropy_from_logits
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs
@@ -128,7 +128,7 @@ def ends(program: Program) -> Part:
 
     def loss(own: Any, batch: Any) -> Any:
         model = zoo_model(program, {**params, **own})
-        sums = of_logits(model.read(model.embed(batch["inputs"])), batch["targets"], batch["weights"])
+        sums = cross_entropy_from_logits(model.read(model.embed(batch["inputs"])), batch["targets"], batch["weights"])
         return sums.loss / sums.weight, sums
 
     grad = jax.jit(jax.value_and_grad(loss, has_aux=True)).lower(own, batch).compile()

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 from jax.experimental.layout import Format, Layout
 
+from mupax.train.config.metrics import on_devices
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.compile import free_format
 from mupax.train.core.loss import cross_entropy
@@ -82,8 +83,10 @@ def without_factors(program: Program) -> jax.stages.Compiled:
 
     def loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         model: Any = definition.bind(params, constants)  # pyright: ignore[reportArgumentType]
-        sums = cross_entropy(model.reading(batch["inputs"]), batch["targets"], batch["weights"])
-        return sums.loss / sums.weight, sums.correct / sums.weight
+        reading = model.reading(batch["inputs"])
+        measured = on_devices(training=True)
+        sums = cross_entropy(reading, batch["targets"], batch["weights"], metrics=measured)
+        return sums.loss / sums.weight, sums.metrics["accuracy"] / sums.weight
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         with partition.using(program.layout):

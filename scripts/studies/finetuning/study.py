@@ -206,4 +206,4 @@ def final_loss(config: Config, steps: int | None = None) -> float:
     feed = program.train_feed()
     for k in range(config.steps if steps is None else steps):
         state, _ = train_step(state, step_inputs, feed.put(source.train_batch(k)))
-    return evaluate(eval_step, state.params, step_inputs, source, program.eval_feed()).loss
+    return evaluate(eval_step, state.params, step_inputs, source, program.eval_feed())["loss"]

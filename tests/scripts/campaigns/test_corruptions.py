@@ -13,6 +13,7 @@ import pytest
 
 from mupax.train.checkpoints import folder, manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config.retention import CheckpointConfig
 from mupax.train.core.state import TrainState
 from scripts.campaigns import corruptions
 from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
@@ -32,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     workdir = tmp_path_factory.mktemp("saved")
     states: dict[int, Any] = {}
     health = jax.tree.map(jnp.asarray, TrainState._field_defaults["health"])
-    with Checkpoints(workdir, 2) as checkpoints:
+    with Checkpoints(workdir, CheckpointConfig(keep=2)) as checkpoints:
         for step in STEPS:
             random = np.random.default_rng(step)
             params = {

@@ -16,6 +16,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.layout import aside, renames_folders
 from mupax.train.checkpoints.workdir import WorkdirError
+from mupax.train.config.retention import CheckpointConfig
 from tests.fixtures.emulator import bucket, emulator
 from tests.train.checkpoints.test_manifest import FACTS, data_file, flip, restored, same, state_at
 
@@ -56,7 +57,7 @@ def first() -> dict[type[Path], dict[str, bytes]]:
 def saved(workdir: Path, first: dict[type[Path], dict[str, bytes]]) -> Path:
     """A run with the checkpoints 3 and 5, of three that were saved; a copy of the first such run there."""
     if type(workdir) not in first:
-        with Checkpoints(workdir, 2) as checkpoints:
+        with Checkpoints(workdir, CheckpointConfig(keep=2)) as checkpoints:
             for step in (2, 3, 5):
                 checkpoints.save(step, state_at(step), FACTS)
                 assert checkpoints.wait() is None
@@ -113,7 +114,7 @@ def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monke
 
     monkeypatch.setattr(type(saved), "unlink", noted)
     monkeypatch.setattr("mupax.train.checkpoints.layout.delete_tree", lambda path: gone.append(path.name))
-    with Checkpoints(saved, 2) as checkpoints:
+    with Checkpoints(saved, CheckpointConfig(keep=2)) as checkpoints:
         gone.clear()
         checkpoints.layout.delete(3)
     assert gone == [manifest.NAME, "3", "3.saving"]
@@ -145,7 +146,7 @@ def test_a_damaged_one_is_marked_and_taken_back_once_whole(saved: Path, capsys: 
 def test_the_next_of_the_same_step_takes_the_place_of_a_damaged_one(saved: Path) -> None:
     flip(data_file_of(saved / "checkpoints" / "5"))
     restored(saved)
-    with Checkpoints(saved, 2) as checkpoints:
+    with Checkpoints(saved, CheckpointConfig(keep=2)) as checkpoints:
         checkpoints.save(5, state_at(5), FACTS)
         assert checkpoints.wait() is None
     assert same(restored(saved)[0], state_at(5))
@@ -181,7 +182,7 @@ def two_saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A run with the checkpoints 2 and 3, in folders that can be renamed or not."""
     if request.param == "mounted":
         request.getfixturevalue("mounted")
-    with Checkpoints(tmp_path / "run", 2) as checkpoints:
+    with Checkpoints(tmp_path / "run", CheckpointConfig(keep=2)) as checkpoints:
         for step in (2, 3):
             checkpoints.save(step, state_at(step), FACTS)
             assert checkpoints.wait() is None
@@ -193,7 +194,7 @@ def test_a_checkpoint_is_saved_whatever_becomes_of_an_older_one(
     half: bool, two_saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    with Checkpoints(two_saved, 2, note=notes.append) as checkpoints:
+    with Checkpoints(two_saved, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         layout = type(checkpoints.layout)
 
         def refuse(*_: object) -> None:

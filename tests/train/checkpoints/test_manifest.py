@@ -26,6 +26,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.layout import Renamed
 from mupax.train.checkpoints.workdir import WorkdirError
+from mupax.train.config.retention import CheckpointConfig
 from mupax.train.core.state import TrainState
 
 FACTS = {"name": "primes", "digest": "d1"}
@@ -62,7 +63,7 @@ def same(one: TrainState, other: TrainState) -> bool:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the checkpoints 3 and 5."""
     workdir = tmp_path_factory.mktemp("saved")
-    with Checkpoints(workdir, 2) as checkpoints:
+    with Checkpoints(workdir, CheckpointConfig(keep=2)) as checkpoints:
         for step in (2, 3, 5):
             checkpoints.save(step, state_at(step), FACTS)
     (workdir / "config.json").write_text('{"config": {}}')
@@ -88,7 +89,7 @@ def flip(path: Path, bit: int = 4001) -> None:
 
 def restored(workdir: Path, like: TrainState | None = None) -> tuple[TrainState, list[str]]:
     notes: list[str] = []
-    with Checkpoints(workdir, 2, note=notes.append) as checkpoints:
+    with Checkpoints(workdir, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         return checkpoints.restore(abstract(like or state_at(0)), FACTS), notes
 
 
@@ -122,7 +123,7 @@ def test_the_manifest_has_a_digest_of_every_shard_and_every_file(saved: Path) ->
 
 @pytest.mark.core
 def test_a_state_saved_on_two_devices_is_checked_on_eight(tmp_path: Path) -> None:
-    with Checkpoints(tmp_path, 1) as checkpoints:
+    with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as checkpoints:
         checkpoints.save(7, state_at(7, devices=2), FACTS)
     loaded, _ = restored(tmp_path)
     assert same(loaded, state_at(7))
@@ -247,7 +248,7 @@ def test_arrays_that_differ_behind_right_files_are_found(run: Path, monkeypatch:
 @pytest.mark.core
 def test_another_state_or_other_data_is_refused_and_not_set_aside(run: Path) -> None:
     target = abstract(state_at(0))
-    with Checkpoints(run, 2) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=2)) as checkpoints:
         with pytest.raises(
             WorkdirError, match="trained on primes with digest d1, this machine has primes with digest d2"
         ):
@@ -290,7 +291,7 @@ def test_a_manifest_of_a_stranger_reads_no_file_outside(run: Path) -> None:
 @pytest.mark.core
 def test_a_save_that_fails_is_told_and_tried_again_at_the_next(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    with Checkpoints(run, 2, note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr(manifest, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             checkpoints.save(6, state_at(6), FACTS)
@@ -316,7 +317,7 @@ def test_a_disk_that_gives_back_something_else_is_found_before_an_older_one_is_d
         return file_digests(folder, process, count)
 
     monkeypatch.setattr(disk, "file_digests", broken)
-    with Checkpoints(run, 1, note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=1), note=notes.append) as checkpoints:
         checkpoints.save(6, state_at(6), FACTS)
         assert "gives back other arrays than it was given" in (checkpoints.wait() or "")
     assert steps(run / "checkpoints") == [3, 5]
@@ -333,7 +334,7 @@ def test_a_disk_that_is_too_slow_does_not_stop_training(run: Path, monkeypatch: 
 
     monkeypatch.setattr(manifest, "write", slow)
     monkeypatch.setattr(checkpointer, "_PATIENCE_S", 0.1)
-    with Checkpoints(run, 3, note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=3), note=notes.append) as checkpoints:
         checkpoints.save(6, state_at(6), FACTS)
         checkpoints.save(7, state_at(7), FACTS)
         assert notes == ["checkpoint 7 is left out: the disk has not yet taken the one of step 6"]
@@ -347,7 +348,7 @@ def save_under_a_limit(run: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     notes: list[str] = []
-    with Checkpoints(run, 2, note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
         checkpoints.save(6, state_at(6), FACTS)
         assert checkpoints.wait()

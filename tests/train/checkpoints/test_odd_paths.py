@@ -20,6 +20,7 @@ from mupax.__main__ import main
 from mupax.paths import plainly_named, storage_url
 from mupax.train.checkpoints import failures, lock, manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config.retention import CheckpointConfig
 from mupax.train.core.state import TrainState
 from mupax.train.run.report import metrics
 from tests.fixtures.programs import shared_programs
@@ -67,7 +68,7 @@ class Arrays:
 def save(workdir: Path) -> Path:
     """Save three numbers as checkpoint 3 of a workdir, and return its folder."""
     notes: list[str] = []
-    with Checkpoints(workdir, 2, note=notes.append) as checkpoints:
+    with Checkpoints(workdir, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         state = cast("TrainState", Arrays({"a": jnp.arange(3.0)}))
         checkpoints.save(3, state, {}, last=True)
         assert checkpoints.wait() is None

@@ -15,6 +15,7 @@ from mupax import disk
 from mupax.train.checkpoints import checkpointer
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import WorkdirError, steps
+from mupax.train.config.retention import CheckpointConfig
 from scripts.campaigns.injection import shim
 from tests.fixtures.xla import QUICKLY
 from tests.train.checkpoints.test_manifest import FACTS, abstract, data_file, flip, restored, same, state_at
@@ -27,7 +28,7 @@ EFFECTS = ("EIO", "ESTALE", "EACCES")
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("sick") / "run"
-    with Checkpoints(workdir, 2) as checkpoints:
+    with Checkpoints(workdir, CheckpointConfig(keep=2)) as checkpoints:
         for step in (3, 5):
             checkpoints.save(step, state_at(step, 1), FACTS)
     (workdir / "config.json").write_text('{"run": "a", "config": {}}')
@@ -48,7 +49,7 @@ def suffer(workdir: Path, control: shim.Control) -> list[list[object]]:
                 control.watch(workdir)
                 control.arm(kind, effect, 0, times)
                 try:
-                    with Checkpoints(workdir, 2, note=lambda _: None) as checkpoints:
+                    with Checkpoints(workdir, CheckpointConfig(keep=2), note=lambda _: None) as checkpoints:
                         state = checkpoints.restore(target, FACTS)
                     outcome = "right" if same(state, state_at(5, 1)) else "wrong"
                 except Exception as error:
@@ -94,7 +95,7 @@ def test_what_was_set_aside_and_is_whole_is_taken_back(saved: Path, tmp_path: Pa
         (folder / step).rename(folder / "set-aside" / step)
     flip(data_file(folder / "set-aside" / "5"))
     notes: list[str] = []
-    with Checkpoints(run, 2, note=notes.append) as checkpoints:
+    with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         assert same(checkpoints.restore(abstract(state_at(0, 1)), FACTS), state_at(3, 1))
     assert notes == ["checkpoint 3, set aside as set-aside/3, is whole: taken back"]
     assert steps(folder) == [3]

@@ -11,6 +11,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
+from mupax.train.config.retention import CheckpointConfig
 from tests.train.checkpoints.test_manifest import FACTS, abstract, same, state_at
 
 
@@ -50,7 +51,7 @@ def test_two_runs_in_one_process_take_turns_with_orbax(tmp_path: Path, monkeypat
     notes: list[str] = []
 
     def run(name: str) -> bool:
-        with Checkpoints(tmp_path / name, 1, note=notes.append) as saves:
+        with Checkpoints(tmp_path / name, CheckpointConfig(keep=1), note=notes.append) as saves:
             for step in (1, 2, 3):
                 saves.save(step, state_at(step, devices=1), FACTS, last=True)
             return same(saves.restore(abstract(state_at(3, devices=1)), FACTS), state_at(3, devices=1))
@@ -67,8 +68,8 @@ def test_a_save_that_is_interrupted_leaves_orbax_to_others(tmp_path: Path, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp, "save_async", interrupted)
-        with Checkpoints(tmp_path, 1) as saves, pytest.raises(KeyboardInterrupt):
+        with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as saves, pytest.raises(KeyboardInterrupt):
             saves.save(1, state_at(1), FACTS)
-    with Checkpoints(tmp_path, 1) as saves:
+    with Checkpoints(tmp_path, CheckpointConfig(keep=1)) as saves:
         saves.save(2, state_at(2), FACTS)
         assert saves.wait() is None

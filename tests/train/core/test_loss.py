@@ -17,9 +17,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mupax import presets
+from mupax.train.config.metrics import METRICS, Metric, MetricError, on_devices
 from mupax.train.config.run import MeshConfig
 from mupax.train.core import loss
 from mupax.train.core.costs import losses
+from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.mesh import make_mesh
@@ -53,6 +55,29 @@ def draw(*shape: int, mean: float = 0.0) -> jax.Array:
     return jnp.asarray((mean + np.random.default_rng(sum(shape)).standard_normal(shape)).astype(np.float32))
 
 
+MEASURED = {
+    "accuracy": METRICS["accuracy"],
+    "log_partition": Metric(
+        label="log partition",
+        unit="nats",
+        better="lower",
+        total=lambda statistics, weights: jnp.sum(statistics.log_partition * weights),
+    ),
+    "rank": Metric(
+        label="rank",
+        unit="",
+        better="lower",
+        total=lambda statistics, weights: jnp.sum(statistics.rank * weights),
+        needs_rank=True,
+    ),
+    "top 5": Metric(
+        label="top-5 accuracy",
+        unit="%",
+        better="higher",
+        total=lambda statistics, weights: jnp.sum((statistics.rank < 5) * weights),
+        needs_rank=True,
+    ),
+}
 FULL = Reading(draw(B, T, D), draw(D, V), scale=jnp.float32(0.7), bias=draw(V))
 START = Reading(draw(B, T, D, mean=1.0), draw(D, V, mean=-1.0), scale=jnp.float32(0.7), bias=draw(V))
 TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32))
@@ -64,12 +89,12 @@ def program(
 ) -> Any:
     """(reading, weights) -> the sums, and gradients of three times the loss, in one program."""
 
-    def total(reading: Reading, weights: jax.Array) -> tuple[jax.Array, loss.Sums]:
+    def total(reading: Reading, weights: jax.Array) -> tuple[jax.Array, LossSums]:
         with partition.using(layout):
-            sums = loss.cross_entropy(reading, targets, weights, how=how, reference=reference)
+            sums = loss.cross_entropy(reading, targets, weights, how=how, reference=reference, metrics=MEASURED)
         return 3 * sums.loss, sums
 
-    def sums(reading: Reading, weights: jax.Array) -> tuple[loss.Sums, Reading]:
+    def sums(reading: Reading, weights: jax.Array) -> tuple[LossSums, Reading]:
         (_, sums), grads = jax.value_and_grad(total, has_aux=True)(reading, weights)
         return sums, grads
 
@@ -115,7 +140,7 @@ def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Rea
 def with_z_loss(how: Any, layout: partition.Layout | None = None, reference: Any = START) -> Any:
     """Sums, and gradients of three times the loss with a z-loss, in one program."""
 
-    def total(reading: Reading, z_loss: jax.Array) -> tuple[jax.Array, loss.Sums]:
+    def total(reading: Reading, z_loss: jax.Array) -> tuple[jax.Array, LossSums]:
         with partition.using(layout):
             sums = loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=reference, z_loss=z_loss)
         return 3 * sums.loss, sums
@@ -215,7 +240,58 @@ def test_equal_logits_count_as_argmax_does() -> None:
     nothing = Reading(FULL.features, jnp.zeros((D, V)))
     for how in ("plain", *PARTS):
         sums, _ = sums_and_gradients(nothing, how)
-        assert sums.correct == jnp.sum(WEIGHTS * (TARGETS == 0))
+        assert sums.metrics["accuracy"] == jnp.sum(WEIGHTS * (TARGETS == 0))
+        # Of equal logits the classes of smaller index come first, so that the rank is the target itself.
+        assert sums.metrics["rank"] == jnp.sum(WEIGHTS * TARGETS)
+        assert sums.metrics["top 5"] == jnp.sum(WEIGHTS * (TARGETS < 5))
+
+
+def by_sorting(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Ranks of the targets, int [N]: their places in a stable sort of [N, V] logits, NaN first."""
+    order = np.argsort(-np.nan_to_num(logits, nan=np.inf), axis=-1, kind="stable")
+    return np.argmax(order == targets[:, None], axis=-1)
+
+
+def test_ranks_are_places_in_the_sorted_logits() -> None:
+    # Rounded features and weights make ties.
+    features, weight = jnp.round(FULL.features), jnp.round(FULL.weight)
+    broken = weight.at[:, 7].set(jnp.nan)
+    for how in ("plain", *PARTS):
+        compiled = program(how)
+        for matrix in (weight, broken):
+            logits = np.asarray(features @ matrix).reshape(-1, V)
+            ranks = by_sorting(logits, np.asarray(TARGETS).reshape(-1)).reshape(B, T)
+            assert len(np.unique(ranks)) > 10
+            assert len(np.unique(logits[0])) < V
+            for weights in (WEIGHTS, WEIGHTS.at[2:].set(0)):
+                sums, _ = compiled(Reading(features, matrix), weights)
+                assert sums.metrics["rank"] == (ranks * np.asarray(weights)).sum()
+                assert sums.metrics["top 5"] == ((ranks < 5) * np.asarray(weights)).sum()
+                if matrix is weight:
+                    assert sums.metrics["accuracy"] == ((ranks == 0) * np.asarray(weights)).sum()
+
+
+def test_ranks_take_a_pass_over_all_logits_only_where_a_metric_reads_them() -> None:
+    def count(metrics: Any) -> int:
+        jaxpr = jax.make_jaxpr(lambda: loss.cross_entropy(FULL, TARGETS, WEIGHTS, how="vocab", metrics=metrics))()
+        return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr.jaxpr))
+
+    without = count({name: metric for name, metric in MEASURED.items() if not metric.needs_rank})
+    assert count(MEASURED) == 2 * without
+
+
+def test_a_rank_that_is_not_declared_is_refused() -> None:
+    undeclared = dataclasses.replace(MEASURED["rank"], needs_rank=False)
+    for how in ("plain", *PARTS):
+        for metrics in ({"rank": undeclared}, {**MEASURED, "undeclared": undeclared}):
+            with pytest.raises(MetricError, match="needs_rank=True"):
+                loss.cross_entropy(FULL, TARGETS, WEIGHTS, how=how, metrics=metrics)
+
+
+def test_a_metric_that_is_no_single_number_is_refused() -> None:
+    per_token = dataclasses.replace(MEASURED["rank"], total=lambda statistics, weights: statistics.loss * weights)
+    with pytest.raises(MetricError, match="return one number"):
+        loss.cross_entropy(FULL, TARGETS, WEIGHTS, how="plain", metrics={"per token": per_token})
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -262,7 +338,7 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
 
     def total(reading: Reading) -> jax.Array:
         with partition.using(layout):
-            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how="chunked").loss
+            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how="chunked", metrics=on_devices(training=True)).loss
 
     counts: dict[str, int] = {}
 

@@ -119,7 +119,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count(config: Config) -> Non
     assert metrics["weight"] == w.sum()
     sums = program.compile_eval()(before.params, run, batch)
     assert float(sums.loss) == pytest.approx((nll * w).sum(), rel=1e-6)
-    assert (float(sums.correct), float(sums.weight)) == ((hits * w).sum(), w.sum())
+    assert (float(sums.metrics["accuracy"]), float(sums.weight)) == ((hits * w).sum(), w.sum())
 
 
 @pytest.mark.core

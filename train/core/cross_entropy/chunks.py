@@ -7,38 +7,37 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mupax.train.config.metrics import TokenStatistics
+from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import Reading
 
-Sums = tuple[jax.Array, ...]
-"""Loss, number correct and number of targets, and with a z-loss what that is of, float32 []."""
+
+class _Chunk(NamedTuple):
+    """Tokens of a chunk, or all of them with the chunks as a first dimension."""
+
+    features: jax.Array
+    reference: jax.Array | None
+    """Features of the reference."""
+    targets: jax.Array
+    weights: jax.Array
 
 
-def on_one(
-    plan: Any,
-    reading: Reading,
-    reference: Reading | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    with_grads: bool,
-    z_loss: jax.Array | None = None,
-) -> tuple[Sums, Reading | None]:
-    """Loss, number correct and of targets, and gradients of this device's part: chunks one after the other, then sums over devices.
+def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading | None]:
+    """Return the sums over all devices, and the gradients of this device's part: chunks one after the other.
 
     Args:
-        plan: of the loss: rows of a device, and the mesh axes that split the vocabulary and what is gathered.
-        reading: features and readout, parts.
-        reference: of the centred model, where there is one.
-        targets, weights: of this device's examples, [B, T] or [B].
-        with_grads: whether gradients are wanted, too.
-        z_loss: weight of the squared log-partition in the loss; with one its sum, before the weight, is a fourth number.
+        plan: of the loss: rows of a device, the mesh axes that split the vocabulary and what is gathered, and the metrics.
+        inputs: `loss.LossInputs` of this device: targets and weights [B, T] or [B].
+        with_grads: whether gradients are computed, too.
     """
     chunks = math.ceil(plan.rows / plan.work.chunk)
+    reading, reference = inputs.reading, inputs.reference
     reading = reading._replace(weight=all_gather(reading.weight, plan.scattered, 0))
     if reference is not None:
         reference = reference._replace(weight=all_gather(reference.weight, plan.scattered, 0))
@@ -50,27 +49,36 @@ def on_one(
         )
         return x.reshape(chunks, plan.work.chunk, *trailing)
 
-    def add(total: tuple[Sums, Reading | None], part: tuple[Any, ...]) -> tuple[Any, jax.Array | None]:
-        features, fixed, labels, counts = part
-        start = None if reference is None else reference._replace(features=fixed)
-        sums, grads = _of_chunk(plan, reading._replace(features=features), start, labels, counts, with_grads, z_loss)
-        if grads is None:
-            return jax.tree.map(jnp.add, total, (sums, None)), None
-        return jax.tree.map(jnp.add, total, (sums, grads._replace(features=None))), grads.features  # pyright: ignore
+    def add(total: tuple[LossSums, Reading | None], chunk: _Chunk) -> tuple[Any, jax.Array | None]:
+        sums, grads = total
+        read = reading._replace(features=chunk.features)
+        start = None if reference is None else reference._replace(features=chunk.reference)
+        statistics, of_chunk = _of_chunk(plan, read, start, chunk, with_grads, inputs.z_loss)
+        sums = jax.tree.map(jnp.add, sums, sums_of(statistics, chunk.weights, plan.metrics, inputs.z_loss))
+        if of_chunk is None:
+            return (sums, None), None
+        grads = jax.tree.map(jnp.add, grads, of_chunk._replace(features=None))  # pyright: ignore[reportArgumentType]
+        return (sums, grads), of_chunk.features
 
-    width, zero = reading.features.shape[-1], jnp.float32(0)
-    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), reading._replace(features=None, cap=None))  # pyright: ignore
-    total = ((zero,) * (3 if z_loss is None else 4), nothing if with_grads else None)
-    fixed = None if reference is None else cut(reference.features, width)
-    (sums, total_grads), by_chunk = jax.lax.scan(
-        add, total, (cut(reading.features, width), fixed, cut(targets), cut(weights))
+    width = reading.features.shape[-1]
+    grads = None
+    if with_grads:
+        readout = reading._replace(features=None, cap=None)  # pyright: ignore[reportArgumentType]
+        grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), readout)
+    tokens = _Chunk(
+        features=cut(reading.features, width),
+        reference=None if reference is None else cut(reference.features, width),
+        targets=cut(inputs.targets),
+        weights=cut(inputs.weights),
     )
+    start = (no_sums(plan.metrics, inputs.z_loss), grads)
+    (sums, grads), by_chunk = jax.lax.scan(add, start, tokens)
     sums = _psum(sums, plan.summed)
-    if by_chunk is None:
+    if grads is None or by_chunk is None:
         return sums, None
     features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
-    weight = reduce_scatter(_psum(total_grads.weight, plan.shared), plan.scattered, 0)
-    scale, bias = _psum((_psum(total_grads.scale, plan.over_vocab), total_grads.bias), plan.summed)
+    weight = reduce_scatter(_psum(grads.weight, plan.shared), plan.scattered, 0)
+    scale, bias = _psum((_psum(grads.scale, plan.over_vocab), grads.bias), plan.summed)
     return sums, Reading(_psum(features, plan.over_vocab), weight, scale, bias)
 
 
@@ -78,12 +86,12 @@ def _of_chunk(
     plan: Any,
     reading: Reading,
     reference: Reading | None,
-    targets_N: jax.Array,
-    weights_N: jax.Array,
+    chunk: _Chunk,
     with_grads: bool,
     z_loss: jax.Array | None,
-) -> tuple[Sums, Reading | None]:
-    """The same of one chunk; gradients are those of this device's part of the vocabulary."""
+) -> tuple[TokenStatistics, Reading | None]:
+    """Return the statistics of a chunk's tokens, and the gradients of this device's part of the vocabulary."""
+    targets_N, weights_N = chunk.targets, chunk.weights
     own_NV = logits_NV = reading.logits()
     if reference is not None:
         logits_NV = logits_NV - reference.logits()
@@ -98,16 +106,15 @@ def _of_chunk(
         (jnp.sum(exp_NV, axis=1), jnp.sum(jnp.where(label_NV, logits_NV, 0), axis=1)), plan.over_vocab
     )
     partition_N = jnp.log(exp_N) + top_N
-    nll_N = partition_N - label_N
     # The first of the largest, as argmax has it: all logits are equal where a readout starts at zero.
     first_N = jnp.min(jnp.where(logits_NV == top_N[:, None], column_NV, jnp.iinfo(jnp.int32).max), axis=1)
     first_N = jax.lax.pmin(first_N, plan.over_vocab) if plan.over_vocab else first_N
-    sums = jnp.sum(nll_N * weights_N), jnp.sum((first_N == targets_N) * weights_N), jnp.sum(weights_N)
-    if z_loss is not None:
-        z = jnp.sum(jnp.square(partition_N) * weights_N)
-        sums = sums[0] + z_loss * z, *sums[1:], z
+    statistics = TokenStatistics(loss=partition_N - label_N, log_partition=partition_N, correct=first_N == targets_N)
+    if reads_ranks(plan.metrics):
+        rank_N = count_ranks(logits_NV, label_N, column_NV, targets_N)
+        statistics = statistics._replace(counted_rank=_psum(rank_N, plan.over_vocab))
     if not with_grads:
-        return sums, None
+        return statistics, None
     probability_NV = exp_NV / exp_N[:, None]
     if z_loss is not None:  # d logsumexp^2 = 2 logsumexp softmax
         probability_NV = probability_NV * (1 + 2 * z_loss * partition_N)[:, None]
@@ -121,7 +128,7 @@ def _of_chunk(
     if reading.scale is not None:
         scale = jnp.sum(features * reading.features)
         features, weight = reading.scale * features, reading.scale * weight
-    return sums, Reading(features.astype(reading.features.dtype), weight, scale, bias)
+    return statistics, Reading(features.astype(reading.features.dtype), weight, scale, bias)
 
 
 def _psum(tree: Any, names: tuple[str, ...]) -> Any:

@@ -11,36 +11,40 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from mupax.train.config.metrics import TokenStatistics
+from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import Reading
 
 
-def on_one(
-    plan: Any,
-    reading: Reading,
-    reference: Reading | None,
-    targets: jax.Array,
-    weights: jax.Array,
-    with_grads: bool,
-    z_loss: jax.Array | None = None,
-) -> tuple[tuple[jax.Array, ...], Reading | None]:
-    """Loss, number correct and of targets, and gradients of this device's part, as `chunks.on_one`.
+class _Part(NamedTuple):
+    """Logits of a part of the vocabulary."""
+
+    logits_NV: jax.Array
+    """Less those of the reference, float32."""
+    own_NV: jax.Array
+    """The model's own, float32."""
+    weight_DV: jax.Array
+    """Part of the readout that they are of."""
+
+
+def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading | None]:
+    """Return the sums over all devices, and the gradients of this device's part, as `chunks.on_one`.
 
     Args:
-        plan: of the loss: rows of a device, and the mesh axes that split the vocabulary and what is gathered.
-        reading: features and readout, parts.
-        reference: of the centred model, where there is one.
-        targets, weights: of this device's examples, [B, T] or [B].
-        with_grads: whether gradients are wanted, too.
-        z_loss: weight of the squared log-partition in the loss; with one its sum, before the weight, is a fourth number.
+        plan: of the loss: rows of a device, the mesh axes that split the vocabulary and what is gathered, and the metrics.
+        inputs: `loss.LossInputs` of this device: targets and weights [B, T] or [B].
+        with_grads: whether gradients are computed, too.
     """
+    reading, reference, z_loss = inputs.reading, inputs.reference, inputs.z_loss
     features_ND = reading.features.reshape(plan.rows, -1)
-    targets_N, weights_N = targets.reshape(-1), weights.reshape(-1)
+    targets_N = inputs.targets.reshape(-1)
+    weights_N = inputs.weights.reshape(-1)
     columns = reading.weight.shape[1]
     offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
     cuts = plan.work.parts
@@ -58,13 +62,12 @@ def on_one(
         x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
         return Reading(x_ND, weight_DV, of.scale, bias_V, cap=of.cap)
 
-    def logits(cut: slice, after: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Those of a part, float32, the model's own among them, and the part of the readout that they are of."""
+    def read_part(cut: slice, after: jax.Array | None = None) -> _Part:
         read = part(reading, cut, after)
         own_NV = logits_NV = read.logits()
         if reference is not None:
             logits_NV = logits_NV - part(reference, cut, after).logits()
-        return logits_NV, own_NV, read.weight
+        return _Part(logits_NV, own_NV, read.weight)
 
     def column(cut: slice) -> jax.Array:
         return offset + cut.start + jnp.arange(cut.stop - cut.start)
@@ -72,18 +75,18 @@ def on_one(
     def label(cut: slice) -> jax.Array:
         return column(cut) == targets_N[:, None]
 
-    tops, sums, labels, befores, exps = [], [], [], [], []
+    tops, exp_sums, labels, befores, exps = [], [], [], [], []
     for cut in cuts:
         if tops:  # one after the other
-            recent = (sums, labels, befores, *([exps] if len(exps) == len(tops) else []))
+            recent = (exp_sums, labels, befores, *([exps] if len(exps) == len(tops) else []))
             features_ND, *done = jax.lax.optimization_barrier((features_ND, *(each[-1] for each in recent)))
             for each, x in zip(recent, done, strict=True):
                 each[-1] = x
-        logits_NV, *_ = logits(cut)
+        logits_NV = read_part(cut).logits_NV
         top_N = jnp.max(logits_NV, axis=1)
         exp_NV = jnp.exp(logits_NV - top_N[:, None])
         tops.append(top_N)
-        sums.append(jnp.sum(exp_NV, axis=1))
+        exp_sums.append(jnp.sum(exp_NV, axis=1))
         labels.append(jnp.sum(jnp.where(label(cut), logits_NV, 0), axis=1))
         # How many as large are before the target, which then is not the first of the largest, as argmax has it: a sum like
         # the others is taken with them, where an argmax reads all logits again.
@@ -93,18 +96,24 @@ def on_one(
             exps.append(exp_NV.astype(features_ND.dtype))
     top_N = several(jax.lax.pmax, functools.reduce(jnp.maximum, tops))
     shares = [jnp.exp(top - top_N) for top in tops]
-    exp_N, label_N = several(jax.lax.psum, (sum(s * e for s, e in zip(shares, sums, strict=True)), sum(labels)))
+    exp_N, label_N = several(jax.lax.psum, (sum(s * e for s, e in zip(shares, exp_sums, strict=True)), sum(labels)))
     earlier_N = sum(jnp.where(top == top_N, before, 0) for top, before in zip(tops, befores, strict=True))
     hit_N = (label_N == top_N) & (several(jax.lax.psum, earlier_N) == 0)
     partition_N = jnp.log(exp_N) + top_N
-    nll_N = partition_N - label_N
-    totals = (jnp.sum(nll_N * weights_N), jnp.sum(hit_N * weights_N), jnp.sum(weights_N))
-    if z_loss is not None:
-        z = jnp.sum(jnp.square(partition_N) * weights_N)
-        totals = totals[0] + z_loss * z, *totals[1:], z
-    totals = jax.lax.psum(totals, plan.summed) if plan.summed else totals
+    statistics = TokenStatistics(loss=partition_N - label_N, log_partition=partition_N, correct=hit_N)
+    if reads_ranks(plan.metrics):
+        # The target's logit is known after all parts alone, so that logits are computed once more, as for gradients.
+        rank_N = jnp.zeros(targets_N.shape, jnp.int32)
+        after_N = label_N
+        for cut in cuts:  # one after the other, so that logits of one part exist at a time
+            logits_NV = read_part(cut, after_N).logits_NV
+            rank_N += count_ranks(logits_NV, label_N, column(cut), targets_N)
+            after_N = rank_N
+        statistics = statistics._replace(counted_rank=several(jax.lax.psum, rank_N))
+    sums = sums_of(statistics, weights_N, plan.metrics, z_loss)
+    sums = jax.lax.psum(sums, plan.summed) if plan.summed else sums
     if not with_grads:
-        return totals, None
+        return sums, None
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
     back_ND, rows, biases, slope_NV = jnp.zeros(features_ND.shape, jnp.float32), [], [], top_N
     for cut, exp_NV, share_N in itertools.zip_longest(cuts, exps, shares):
@@ -112,8 +121,10 @@ def on_one(
             features_ND, rows[-2] = jax.lax.optimization_barrier((features_ND, rows[-2]))
         own_NV = weight_DV = None
         if exp_NV is None:
-            logits_NV, own_NV, weight_DV = logits(cut, slope_NV)
-            probability_NV = jnp.exp(logits_NV - top_N[:, None]) / exp_N[:, None]
+            again = read_part(cut, slope_NV)
+            own_NV = again.own_NV
+            weight_DV = again.weight_DV
+            probability_NV = jnp.exp(again.logits_NV - top_N[:, None]) / exp_N[:, None]
         else:
             probability_NV = exp_NV.astype(jnp.float32) * (share_N / exp_N)[:, None]
         if z_loss is not None:  # d logsumexp^2 = 2 logsumexp softmax
@@ -145,4 +156,4 @@ def on_one(
         scale = jax.lax.psum(scale, plan.summed) if plan.summed else scale
         back_ND, weight_DV = reading.scale * back_ND, reading.scale * weight_DV
     features = back_ND.astype(features_ND.dtype).reshape(reading.features.shape)
-    return totals, Reading(features, weight_DV, scale, bias)
+    return sums, Reading(features, weight_DV, scale, bias)

@@ -14,6 +14,7 @@ from mupax.presets.roles import PresetError
 from mupax.presets.tuned import find as tuned
 from mupax.train.checkpoints import selection
 from mupax.train.checkpoints.workdir import CHECKPOINTS
+from mupax.train.config.metrics import row_name, shown_everywhere
 from mupax.train.config.run import Config
 from mupax.train.config.tuned import applied
 
@@ -54,15 +55,20 @@ def measured(row: Mapping[str, Any], averaged: bool, kind: str) -> str:
         averaged: whether the weights of the card are the run's moving average.
         kind: tokens or images.
     """
-    loss, accuracy = row.get("eval_loss"), row.get("eval_accuracy")
+    loss = row.get("eval_loss")
     if "eval_loss" not in row:
         return "The run recorded no evaluation at this step."
     if loss is None or not math.isfinite(loss):
         return "The evaluation at this step was not finite."
     what = "a token" if kind == "tokens" else "an image"
     text = f"Evaluation loss {loss:.4f} nats {what}"
-    if accuracy is not None:
-        text += f", accuracy {100 * accuracy:.2f} %{' of next tokens' if kind == 'tokens' else ''}"
+    for name, metric in shown_everywhere().items():
+        value = row.get(row_name(name))
+        if name == "loss" or value is None:
+            continue
+        text += f", {metric.label} {metric.text_with_unit(value)}"
+        if metric.share and kind == "tokens":
+            text += " of next tokens"
     caution = (
         ""
         if averaged or row.get("eval_weights") != "ema"

@@ -6,9 +6,9 @@ metrics.jsonl has a JSON object per step and per evaluation, as they come, and e
     {"step": 500, "eval_loss": 1.62, "eval_accuracy": 0.51, "eval_loss_per_byte": 0.45}
     {"step": 512, "perf_step_seconds_p50": 0.21, "perf_data_wait": 0.001, "perf_flops_per_second": 3.1e+11}
 
-* loss, accuracy: means over the targets of the step's batch, before its update; the loss in nats. eval_loss and
-  eval_accuracy: those over the evaluation examples. eval_weights: "ema" where they are the moving average's.
-  eval/NAME/loss and eval/NAME/accuracy: the same of a further set (data.evaluate), in the same row.
+* loss, accuracy: metrics (`mupax.train.config.metrics.METRICS`) of the step's batch, before its update; the loss in nats.
+  eval_loss, eval_accuracy: metrics over the evaluation examples. eval_weights: "ema" where they are the moving average's.
+  eval/NAME/loss, eval/NAME/accuracy: those of a further set (data.evaluate), in the same row.
 * loss_per_byte, eval_loss_per_byte, eval/NAME/loss_per_byte: each loss over the mean bytes of text per token of the evaluation
   text (of the set's own for a set), in nats per byte, which tokenizers do not change. Text only, where targets are the text.
 * stopped: why the run ended before its last step (stop.patience), in a row of its own.
@@ -44,18 +44,17 @@ from mupax import disk
 from mupax.disk import DiskError
 from mupax.errors import MupaxError
 from mupax.paths import path_of
+from mupax.train.config.metrics import METRICS, row_name
 
 if TYPE_CHECKING:
-    from mupax.train.data import Data
     from mupax.train.run.report.mirrors.mirrors import Mirrors
     from mupax.train.run.report.mirrors.tags import Media
 
 FILE_NAME = "metrics.jsonl"
-_NUMBERS = (
-    *("loss", "loss_per_byte", "accuracy", "eval_loss", "eval_loss_per_byte", "eval_accuracy"),
-    *("lr", "grad_norm", "tokens", "images", "seconds"),
-)
-"""What a row has as numbers, or null."""
+_NUMBERS = ("lr", "grad_norm", "tokens", "images", "seconds")
+"""What a row has as numbers, or null, besides the metrics of `METRICS`."""
+OWN_NAMES = ("step", *_NUMBERS, "logit_z_loss", "weight", "batch", "spike", "skipped", "stopped", "nonfinite")
+"""Names in the rows that a run writes itself, besides those that `is_own_name` knows otherwise."""
 _INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
 
 
@@ -63,17 +62,10 @@ class MetricsError(MupaxError):
     """Metrics that cannot be read or logged as asked. The text says what to do instead."""
 
 
-def loss_per_byte(key: str, loss: float, data: Data) -> dict[str, float]:
-    """Return a loss in nats per byte as a part of a row; empty for images, and for text where targets are not the text.
-
-    Args:
-        key: name that the row gets.
-        loss: nats per token.
-        data: data that the loss was measured on.
-    """
-    if data.kind != "tokens" or data.bytes_per_token is None:
-        return {}
-    return {key: loss / data.bytes_per_token}
+def is_own_name(name: str) -> bool:
+    """Return whether a run writes rows with this name itself, so that no hook may."""
+    beginnings = ("eval_", "eval/", "perf_", "perf/", "train/")
+    return name in OWN_NAMES or name in METRICS or name.startswith(beginnings)
 
 
 class MetricsWriter:
@@ -251,7 +243,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     step = row.get("step")
     if type(step) is not int or not 0 <= step < 2**53:
         raise ValueError("no whole step")
-    names = (*_NUMBERS, *(name for name in row if name.startswith("eval/")))
+    names = [*_NUMBERS, *METRICS, *map(row_name, METRICS), *(name for name in row if name.startswith("eval/"))]
     wrong = [name for name in names if type(row.get(name)) not in (int, float, type(None))]
     if wrong or not isinstance(row.get("nonfinite", {}), dict):
         raise ValueError(f"{(wrong or ['nonfinite'])[0]} is of another kind")

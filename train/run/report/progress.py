@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
+from mupax.train.config.metrics import row_name, shown_everywhere
 from mupax.train.parallel.mesh import described
 from mupax.train.run.report.timing import Timing, duration, quantity
 
@@ -100,13 +101,16 @@ class Progress:
                 self._print_line()
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Print an evaluation above the bar: `step`, `eval_loss` in nats, and `eval_accuracy` where it has one."""
+        """Print an evaluation above the bar: its step and every metric that its row has."""
         width = len(str(self.total_steps))
         text = Text.assemble(("eval", "bold cyan"), f"  step {row['step']:>{width}}")
-        text.append(f"  loss {row['eval_loss']:.4f}", "bold")
-        text.append(_per_byte(row["eval_loss"], row.get("eval_loss_per_byte")))
-        if row.get("eval_accuracy") is not None:
-            text.append(f"  accuracy {100 * row['eval_accuracy']:.2f} %")
+        for name, metric in shown_everywhere().items():
+            value = row.get(row_name(name))
+            if value is None:
+                continue
+            text.append(f"  {metric.label} {metric.text(value)}", "bold" if name == "loss" else "")
+            if name == "loss":
+                text.append(_per_byte(value, row.get("eval_loss_per_byte")))
         for name in (name for name in row if name.startswith("eval/") and name.endswith("/loss")):
             text.append(f"  {name.split('/')[1]} {row[name]:.4f}")
             text.append(_per_byte(row[name], row.get(f"{name}_per_byte")))

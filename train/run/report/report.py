@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mupax.paths import is_remote
+from mupax.train.config.metrics import METRICS, Metric, row_name, shown_everywhere
 from mupax.train.run.report import metrics, plotting
 from mupax.train.run.report.timing import duration, quantity
 
@@ -40,7 +41,7 @@ def loss_plot(
     """Draw the training loss, the evaluations and the reference models over steps.
 
     A language model's loss is drawn in nats per byte, so that tokenizers compare. An image model gets a second panel
-    with its accuracy, where rows have `eval_accuracy` (and `accuracy`, of training batches).
+    with its accuracy. Other metrics have a panel each, where rows have them and `Metric.pictures` names the kind of data.
 
     Args:
         metrics_path: a metrics.jsonl with at least one row.
@@ -59,12 +60,12 @@ def loss_plot(
     rows, unit = _rows(metrics_path)
     scale, per = _scale(unit, bytes_per_token)
     steps, losses = _series(rows, "loss", scale)
-    accuracies = _series(rows, "eval_accuracy", 0.01)
-    panels = 2 if unit == "images" and accuracies[0].size else 1
+    metric_panels = _metric_panels(rows, unit)
+    panels = 1 + len(metric_panels)
     further_losses = [_further(rows, name, "loss", *_scale(unit, each), per) for name, each in (sets or {}).items()]
-    further_accuracies = [_further(rows, name, "accuracy", 0.01, "", "") for name in sets or {}]
     # Names stand in the right margin: beyond eight they need more height than a panel has.
-    height = (4.4 if panels == 1 else 6.2) + 0.27 * panels * max(0, len(further_losses) - 8)
+    least_height = 4.4 + 1.8 * len(metric_panels)
+    height = least_height + 0.27 * panels * max(0, len(further_losses) - 8)
     figure = Figure(figsize=(7.6, height), dpi=150, layout="constrained")
     upper, *lower = figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0]
     for axes in (upper, *lower):
@@ -77,22 +78,51 @@ def loss_plot(
     evaluations = _series(rows, "eval_loss", scale)
     extremes = np.nanquantile(losses, [0.002, 0.998]) if np.isfinite(losses).any() else []
     around = np.array([*smooth, *extremes])
-    gap = 0.06 * panels**0.5 * (4.4 if panels == 1 else 6.2) / height
+    gap = 0.06 * panels**0.5 * least_height / height
     _evaluations(upper, evaluations, lines, "{:.3f}", gap=gap, log=True, around=around, further=further_losses)
     if per == "nats/byte" and scale != 1:
         plotting.second_scale(upper, scale, "nats per token")
     above = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1)}  # where no line runs
     upper.legend(**above, ncols=2, frameon=False, labelcolor=plotting.INK, fontsize=9)
-    for axes in lower:
-        axes.set_ylabel("accuracy (%)", color=plotting.INK)
-        smooth = _training(axes, *_series(rows, "accuracy", 0.01))
-        lines = [(100 * r.value, f"{r.name} {100 * r.value:.2f}") for r in references if r.unit == "accuracy"]
-        gap = 0.085 * 6.2 / height
-        _evaluations(axes, accuracies, lines, "{:.2f}", gap=gap, log=False, around=smooth, further=further_accuracies)
+    for axes, name in zip(lower, metric_panels, strict=True):
+        gap = 0.0425 * panels * least_height / height
+        _metric_panel(axes, rows, name, references, list(sets or {}), gap)
     per_step = {row[unit] for row in rows if unit in row}
     each = f" ({per_step.pop():,} {unit} each)" if len(per_step) == 1 else ""
     (upper, *lower)[-1].set_xlabel(f"optimizer step{each}", color=plotting.INK)
     figure.savefig(out_png)
+
+
+def _metric_panels(rows: Sequence[Mapping[str, Any]], unit: str) -> list[str]:
+    """Return the names of the metrics that have a panel of their own, besides the loss."""
+    return [
+        name
+        for name, metric in shown_everywhere().items()
+        if name != "loss" and unit in metric.pictures and _series(rows, row_name(name))[0].size
+    ]
+
+
+def _metric_panel(
+    axes: Axes,
+    rows: Sequence[Mapping[str, Any]],
+    name: str,
+    references: Sequence[Reference],
+    sets: Sequence[str],
+    gap: float,
+) -> None:
+    """Draw a metric over steps: training batches where they have it, evaluations, further sets and reference models."""
+    metric = METRICS[name]
+    scale = 0.01 if metric.share else 1.0
+    form = "{:.2f}" if metric.share else f"{{:{metric.form}}}"
+    axes.set_ylabel(f"{metric.label} ({metric.unit})" if metric.unit else metric.label, color=plotting.INK)
+    smooth = np.array([])
+    if any(name in row for row in rows):
+        smooth = _training(axes, *_series(rows, name, scale))
+    values = [(reference.value / scale, reference.name) for reference in references if reference.unit == name]
+    lines = [(value, f"{label} {form.format(value)}") for value, label in values]
+    further = [_further(rows, data_set, name, scale, "", "") for data_set in sets]
+    evaluations = _series(rows, row_name(name), scale)
+    _evaluations(axes, evaluations, lines, form, gap=gap, log=False, around=smooth, further=further)
 
 
 def summary(
@@ -129,23 +159,33 @@ def summary(
     per_token = scale if per == "nats/byte" else None
     losses_of_text = _series(rows, "eval_loss", scale)[1]
     remark = f"{per}{_per_token(losses_of_text[-1], per_token)}" if losses_of_text.size else per
-    loss = ("evaluation loss", per, losses_of_text, remark)
-    accuracy = ("evaluation accuracy", "accuracy", _series(rows, "eval_accuracy")[1], "")
-    for label, reference_unit, values, remark in (accuracy, loss) if unit == "images" else (loss, accuracy):
+    for metric_name in _by_importance(unit):
+        metric = METRICS[metric_name]
+        values = losses_of_text if metric_name == "loss" else _series(rows, row_name(metric_name))[1]
         if not values.size:
             continue
         ours = float(values[-1])
-        table.add_row(Text(label, "bold"), Text(_quality(ours, reference_unit), "bold"), remark)
+        remark_of_metric = remark if metric_name == "loss" else ""
+        text = metric.text(ours) if metric_name == "loss" else metric.text_with_unit(ours)
+        table.add_row(Text(f"evaluation {metric.label}", "bold"), Text(text, "bold"), remark_of_metric)
+        # The loss of images has no reference: theirs are of the accuracy.
+        reference_unit = metric_name
+        if metric_name == "loss":
+            reference_unit = per if unit == "tokens" else None
         for reference in references:
-            if reference.unit == reference_unit and (unit == "tokens" or reference_unit == "accuracy"):
-                value = _quality(reference.value, reference_unit)
-                table.add_row(f"  {reference.name}", value, _compared(console, ours, reference))
+            if reference.unit == reference_unit:
+                compared = _compared(console, ours, reference, metric)
+                table.add_row(f"  {reference.name}", metric.text(reference.value), compared)
     for further, each in (sets or {}).items():
         divisor, unit_of_set = _scale(unit, each)
-        values, accuracies = (_series(rows, f"eval/{further}/{measure}")[1] for measure in ("loss", "accuracy"))
+        values = _series(rows, row_name("loss", further))[1]
         if values.size:
-            in_tokens = _per_token(values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None)
-            remark = f"{unit_of_set}{in_tokens}, accuracy {_quality(float(accuracies[-1]), 'accuracy')}"
+            remark = unit_of_set
+            remark += _per_token(values[-1] / divisor, divisor if unit_of_set == "nats/byte" else None)
+            for metric_name, metric in shown_everywhere().items():
+                metric_values = _series(rows, row_name(metric_name, further))[1]
+                if metric_name != "loss" and metric_values.size:
+                    remark += f", {metric.label} {metric.text_with_unit(float(metric_values[-1]))}"
             table.add_row(f"  on {further}", f"{values[-1] / divisor:.4f}", remark)
     steps, losses = _series(rows, "loss")
     if len(steps):
@@ -214,7 +254,7 @@ def _further(
 ) -> _Further:
     """Return the line of a further evaluation set; a long name is cut, so that it fits into the margin."""
     short = name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
-    return _Further(short, *_series(rows, f"eval/{name}/{measure}", scale), unit if unit != panel_unit else "")
+    return _Further(short, *_series(rows, row_name(measure, name), scale), unit if unit != panel_unit else "")
 
 
 def _training(axes: Axes, steps: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -254,16 +294,18 @@ def _evaluations(
     plotting.margin_labels(axes, labels, gap)
 
 
-def _quality(value: float, unit: str) -> str:
-    return f"{100 * value:.2f} %" if unit == "accuracy" else f"{value:.4f}"
+def _by_importance(unit: str) -> list[str]:
+    """Return the names of the metrics of a summary: of images the loss comes last."""
+    names = list(shown_everywhere())
+    return sorted(names, key=lambda name: unit == "images" and name == "loss")
 
 
-def _compared(console: Console, ours: float, reference: Reference) -> Text:
+def _compared(console: Console, ours: float, reference: Reference, metric: Metric) -> Text:
     good, bad = ("+", "x") if console.options.ascii_only else ("✓", "✗")
     if math.isnan(ours):
         return Text(f"{bad} diverged", "red")
-    gain = ours - reference.value if reference.unit == "accuracy" else reference.value - ours
-    size = f"{100 * abs(gain):.2f} points" if reference.unit == "accuracy" else f"{abs(gain):.4f}"
+    gain = ours - reference.value if metric.better == "higher" else reference.value - ours
+    size = f"{100 * abs(gain):.2f} points" if metric.share else metric.text(abs(gain))
     return Text(f"{good} better by {size}", "green") if gain >= 0 else Text(f"{bad} worse by {size}", "red")
 
 

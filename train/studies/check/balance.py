@@ -165,7 +165,7 @@ def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -
     """
     tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
     hyper = chains.Hyper(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
-    return lambda grads: tx.update(grads, tx.init(grads), None, factors=factors, hyper=hyper)[0]
+    return lambda grads: chains.first_step(tx, config.name, grads, None, factors=factors, hyper=hyper)[0]
 
 
 def direction(definition: Definition, factors: Factors, config: OptimizerConfig) -> Flow:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from mupax.presets import Preset, PresetError
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import sizes
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer
@@ -247,7 +248,11 @@ class Series:
         largest = max(definitions, key=lambda one: one.count())
         # Initial and trained parameters, their gradients, and at least one moment.
         fit.check_arrays([largest.abstract] * 4, "parameters and state of the largest size", "Write fewer --sizes")
-        self._programs = [observables.program(d, optimizer.build(config, d.specs)) for d in definitions]
+        still_steps = OPTIMIZERS[config.name].still_steps
+        self._programs = []
+        for definition in definitions:
+            tx = optimizer.build(config, definition.specs)
+            self._programs.append(observables.program(definition, tx, still_steps=still_steps))
         self._recorded: dict[tuple[int, int, bytes], list[dict[str, np.ndarray]]] = {}
 
     def numbers(self, preset: Preset) -> list[tuple[factors.Factors, dict[str, np.ndarray]]]:

@@ -66,6 +66,7 @@ def runs(config: Config, grows: str, count: int) -> list[Config]:
         raise ConfigError(
             f"growing {grows} is theory of Adam's noise and says nothing about {optimizer.name}; write adamw"
         )
+    _moments(optimizer.name)
     if rule.name != "none" and not rule.speaks_of(grows):
         rules = [each.name for each in horizon.RULES.values() if each.applied and each.speaks_of(grows)]
         raise ConfigError(f"the joint rule {rule.name} says nothing about {grows}; write --joint {' or '.join(rules)}")
@@ -105,27 +106,55 @@ def observe(config: Config, batch_ratio: float, programs: dict[Any, Callable] | 
     clip, norm = opt.clip_norm or math.inf, math.sqrt(_ENTRIES * np.sum(scale[:, :FAINT] ** 2))
     scale[:, :FAINT] *= min(_LOUD, clip / (4 * norm))  # what is clipped is of one size whatever the noise
     key = (opt.b1, opt.b2, opt.decay, opt.clip_norm, config.steps, tuple(shapes.items()))
-    train = programs.setdefault(key, _program(program.tx, shapes, config.steps))
-    moved, betas, rate = jax.device_get(train(factors, jax.tree.map(jnp.asarray, hyper), scale, batch_ratio))
-    moved, slow = moved.astype(np.float64), (betas[:, 0] / betas[:, 1]).astype(np.float64)
+    train = programs.setdefault(key, _program(program.tx, _moments(opt.name), shapes, config.steps))
+    moved, forgotten, rate = jax.device_get(train(factors, jax.tree.map(jnp.asarray, hyper), scale, batch_ratio))
+    moved = moved.astype(np.float64)
     loud, faint, rate = moved[:, NOISE], moved[:, FAINT], np.mean(rate / lr[:, 0], axis=1)
     pull = (decay * lr if opt.decay == "coupled" else decay)[:, 0]
     return {
         "displacement by noise": float(np.sqrt(np.mean((loud / lr) ** 2))),
         "drift": float(np.mean((loud - moved[:, SIGNAL]) / lr)),
         "decay over the run": float(np.mean(-moved[pull > 0, STILL] / pull[pull > 0, None])),
-        "memory of b1": float(1 / (slow[0] * config.steps)),
-        "memory of b2": float(1 / (slow[1] * config.steps)),
+        "memory of b1": 1 / (float(forgotten[0]) * config.steps),
+        "memory of b2": 1 / (float(forgotten[1]) * config.steps),
         "eps over noise": float(np.sum(loud * faint) / np.sum(faint * faint)) - 1,
         "warm-up": (1 + int(np.argmax(rate > 0.999 * rate.max()))) / config.steps,
     }
 
 
-def _program(tx: optax.GradientTransformationExtraArgs, shapes: Mapping[str, tuple[int, ...]], steps: int) -> Callable:
-    """A run, compiled at its first call.
+def _moments(name: str) -> tuple[str, str]:
+    """Return the fields of an optimizer's state that b1 and b2 average.
 
-    It makes of factors, numbers, gradients' scale [R, 5, 1] and batch over the base's: sums of updates [R, 5, E], what tells the betas
-    [2, 2] and steady entries' updates [steps, R]. R counts parameters, or layers of one.
+    Raises:
+        ConfigError: it has not two such fields.
+    """
+    row = OPTIMIZERS[name]
+    second_moments = [field for field in row.moments if field != row.first_moment]
+    if row.first_moment is None or len(second_moments) != 1:
+        raise ConfigError(
+            f"{name} keeps {', '.join(row.moments) or 'no moments'}, and this is theory of optimizers with a first moment and "
+            "one other; write adamw"
+        )
+    return row.first_moment, second_moments[0]
+
+
+def _program(
+    tx: optax.GradientTransformationExtraArgs,
+    fields: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    steps: int,
+) -> Callable:
+    """Return a run as a function that is compiled at its first call.
+
+    Its arguments are factors, hyperparameters, the gradients' scale [R, 5, 1] and the batch over the base's, where R counts parameters,
+    or layers of one. It returns sums of updates [R, 5, E], the part of each moment that a step replaces (1 - beta, [2]), and
+    the updates of steady entries [steps, R].
+
+    Args:
+        tx: the optimizer chain.
+        fields: moments in its state.
+        shapes: the preset's rates of every parameter: [] or [layers].
+        steps: length of the run.
     """
     ends = np.cumsum([0, *(math.prod(shape) for shape in shapes.values())])
 
@@ -136,32 +165,47 @@ def _program(tx: optax.GradientTransformationExtraArgs, shapes: Mapping[str, tup
         parts = zip(shapes.items(), ends, ends[1:], strict=False)
         return {name: rows[i:j].reshape(*shape, STILL + 1, _ENTRIES) for (name, shape), i, j in parts}
 
-    def moments(state: optax.OptState, scale: jax.Array) -> list[jax.Array]:
-        powers = OPTIMIZERS["adam"].moments.items()
-        return [joined(optax.tree.get(state, name))[:, NOISE] / scale[:, NOISE] ** power for name, power in powers]
-
     @jax.jit
     def train(factors: Factors, hyper: Hyper, scale: jax.Array, batch_ratio: jax.Array) -> tuple[jax.Array, ...]:
         # Weights stay where they are: nothing but decay acts on what gets no gradient, and it pulls alike at every step.
         params = jnp.zeros((ends[-1], STILL + 1, _ENTRIES)).at[:, STILL].set(1.0)
 
-        def step(carry: tuple, count: jax.Array) -> tuple[tuple, jax.Array]:
-            state, moved, betas = carry
+        def gradient(count: jax.Array) -> Arrays:
             noise = jax.random.normal(jax.random.fold_in(jax.random.key(0), count), (ends[-1], _ENTRIES))
-            noise, still = noise / batch_ratio**0.5, jnp.zeros_like(noise)
+            noise = noise / batch_ratio**0.5
+            still = jnp.zeros_like(noise)
             kinds = [noise, noise + _SIGNAL_TO_NOISE, still + batch_ratio**-0.5, noise, still]
-            gradient, numbers = parted(jnp.stack(kinds, axis=1) * scale), hyper.at(count)
-            updates, after = tx.update(gradient, state, parted(params), factors=factors, hyper=numbers)
-            update = joined(updates)  # pyright: ignore[reportArgumentType]
-            # A moment goes 1 - beta of the way from where it is to the gradient or its square.
-            for index, (x, y) in enumerate(zip(moments(state, scale), moments(after, scale), strict=True)):
-                way = noise ** (index + 1) - x
-                betas = betas.at[index].add(jnp.array([jnp.sum((y - x) * way), jnp.sum(way**2)]))
-            return (after, moved + update, betas), -jnp.mean(update[:, STEADY], axis=1)
+            return parted(jnp.stack(kinds, axis=1) * scale)
 
-        start = (tx.init(parted(params)), jnp.zeros_like(params), jnp.zeros([2, 2]))
-        (_, moved, betas), rate = jax.lax.scan(step, start, jnp.arange(steps))
-        return moved, betas, rate
+        def update(state: optax.OptState, count: jax.Array) -> tuple[Any, optax.OptState]:
+            return tx.update(gradient(count), state, parted(params), factors=factors, hyper=hyper.at(count))
+
+        def step(carry: tuple, count: jax.Array) -> tuple[tuple, jax.Array]:
+            state, moved = carry
+            updates, after = update(state, count)
+            moves = joined(updates)
+            return (after, moved + moves), -jnp.mean(moves[:, STEADY], axis=1)
+
+        def replaced(state: optax.OptState, field: str) -> jax.Array:
+            """1 - beta: the derivative of a moment by itself one step before is beta, whatever it averages."""
+            before = optax.tree.get(state, field)
+
+            def after(values: Any) -> Any:
+                changed = optax.tree.set(state, **{field: values})
+                return optax.tree.get(update(changed, jnp.int32(steps - 1))[1], field)
+
+            _, remaining = jax.jvp(after, (before,), (before,))
+            before_noise = joined(before)[:, NOISE].astype(jnp.float32)
+            remaining_noise = joined(remaining)[:, NOISE].astype(jnp.float32)
+            unit = jnp.max(jnp.abs(before_noise), axis=1, keepdims=True)  # squares of a second moment underflow
+            before_noise = before_noise / unit
+            remaining_noise = remaining_noise / unit
+            return 1 - jnp.sum(before_noise * remaining_noise) / jnp.sum(before_noise**2)
+
+        start = (tx.init(parted(params)), jnp.zeros_like(params))
+        (state, moved), rate = jax.lax.scan(step, start, jnp.arange(steps))
+        forgotten = jnp.stack([replaced(state, field) for field in fields])
+        return moved, forgotten, rate
 
     return train
 

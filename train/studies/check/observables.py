@@ -53,7 +53,10 @@ ROW_AXES = frozenset({"vocab", "position", "source", "distance", "input", "outpu
 
 
 def program(
-    definition: Definition, tx: optax.GradientTransformationExtraArgs, options: dict[str, Any] | None = None
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    options: dict[str, Any] | None = None,
+    still_steps: int = 0,
 ) -> Callable[..., dict[str, np.ndarray]]:
     """One model's measuring program: presets, rates, the seed and the number of steps are data to what is compiled at its first call.
 
@@ -65,6 +68,8 @@ def program(
         definition: the model.
         tx: the optimizer chain.
         options: of XLA, for these compilations.
+        still_steps: number of first updates by which the optimizer moves nothing. They are taken and not counted, so that
+            step 1 is the first that moves.
     """
 
     @functools.partial(jax.jit, compiler_options=options)
@@ -103,12 +108,13 @@ def program(
         shapes = forward.eval_shape(initial, run.factors, batch)
         start = {name: jnp.zeros(of.shape, of.dtype) for name, of in shapes.items()}
         start |= {name: jnp.zeros_like(mask) for name, mask in _rows_read(definition, initial).items()}
-        for k in range(steps + 1):
-            now = run._replace(hyper=run.hyper._replace(schedule=schedule[k]))
-            state, start, each = step(state, initial, start, now, batch)
-            records.append(each)
+        for count in range(-still_steps, steps + 1):
+            now = run._replace(hyper=run.hyper._replace(schedule=schedule[max(count, 0)]))
+            state, start, record = step(state, initial, start, now, batch)
+            if count >= 0:
+                records.append(record)
         fetched = jax.device_get(records)
-        return {name: np.stack([each[name] for each in fetched]) for name in fetched[0]}
+        return {name: np.stack([record[name] for record in fetched]) for name in fetched[0]}
 
     return measure
 

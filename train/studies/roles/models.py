@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mupax.presets.roles import AXES, ParamSpec, PresetError
-from mupax.train.core.loss import cross_entropy, of_logits
+from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.studies.roles.deduce import Roles, Sample, deduce
 from mupax.train.studies.roles.interpret import trace
 from mupax.zoo import partition
@@ -94,7 +94,7 @@ def loss_of(model: Definition) -> Callable[[Mapping[str, Any], Mapping[str, Any]
         inputs = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")}
         reader = getattr(module, "reading", None)
         if reader is None:
-            return of_logits(module(batch["inputs"], **inputs), batch["targets"], batch["weights"]).loss
+            return cross_entropy_from_logits(module(batch["inputs"], **inputs), batch["targets"], batch["weights"]).loss
         sums = cross_entropy(reader(batch["inputs"], **inputs), batch["targets"], batch["weights"], how="plain")
         return sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
 

@@ -1,99 +1,101 @@
-"""The names of a sweep's points: what a config trains, as it was named before configs had more fields."""
+"""Names of a sweep's points: digests of the config fields that decide what a point trains.
+
+A point's name never changes, or every committed study would train again. Fields of `_FIRST` are part of every name. A newer field is
+part of a name only if its effect is on what is trained (`mupax.config_fields`) and it does not have its default, so a new
+field needs no entry here.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
+from collections.abc import Iterator
+from typing import Any
 
+from mupax.config_fields import config_fields, with_defaults
 from mupax.train.config.data import PixelsConfig, TransformsConfig, source
 from mupax.train.config.record import OLDER_PIXELS, to_json
-from mupax.train.config.run import CheckpointConfig, Config, DistributedConfig, LogConfig, MeshConfig, StopConfig
+from mupax.train.config.run import Config
 from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.lora.config import LoraConfig
 
-_NEWER = {
-    "value_dim": None, "qk_norm_kind": "rmsnorm", "branch_activation": "none", "readout_bias": False, "qkv_bias": False,
-    "rope_scaling": "none", "rope_factor": 8.0, "rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0,
-    "rope_original_len": 8192, "window": None, "parallel": False, "rotary_fraction": 1.0, "registers": None,
-    "layer_scale": None, "drop_path": 0.0, "sincos": False, "full_every": None, "window_theta": None,
-    "distribution": "normal", "pre_logits": False, "stem": None,
-    "post_norm": False, "attention_softcap": None, "logit_softcap": None,
-    "experts": None, "active_experts": None, "expert_dim": None, "shared_experts": None, "routing": dataclasses.asdict(RoutingConfig()),
-    "lora": json.loads(json.dumps(dataclasses.asdict(LoraConfig()))),
+_FIRST = {
+    "": "recipe steps seed freeze train_only accumulation_steps workdir resume resume_change xla_flags",
+    "model": "centered width depth num_heads head_dim num_kv_heads mlp_ratio activation norm norm_eps norm_gain bias qk_norm vocab_size "
+    "seq_len positions rope_theta tied image_size patch_size channels num_classes pool encoder_depth target_len distance_buckets "
+    "longest_distance shared embedding_norm",
+    "model.compute": "layers remat attention projections cross_entropy param_dtype dtype",
+    "model.routing": "gate capacity_factor balance balance_weight z_weight",
+    "model.lora": "rank alpha on",
+    "data": "name batch_size seed eval_batch_size eval_examples data_dir tokenizer augment split",
+    "data.transforms": "crop randaug_layers randaug_magnitude mixup cutmix label_smoothing repeats",
+    "data.pixels": "fit resize interpolation mean std background",
+    "preset": "name base form alpha_a alpha_l gamma0 beta0 constants zero_readout",
+    "optimizer": "name peak_lr weight_decay decay b1 b2 eps momentum clip_norm schedule warmup_steps decay_steps final_lr_fraction",
+    "ema": "decay",
+    "init": "init_from init_optimizer init_ema init_new init_resize init_drop init_change",
+    "mesh": "data fsdp sequence tensor sweep rules slices",
+    "distributed": "coordinator processes process timeout_seconds heartbeat_seconds",
+    "checkpoint": "every_steps keep",
+    "faults": "bad_numbers most_in_a_row spike_deviations skip_spikes watchdog_seconds",
+    "log": "eval_every_steps tensorboard wandb progress samples profile",
 }  # fmt: skip
-"""Fields of models that rows were named without, and what those models had."""
-_NEWER_DATA = {
-    "noise": None, "noise_rate": None, "noise_span": None, "separator": None, "field": "text", "on_broken": "stop",
-    "pixels": OLDER_PIXELS, "mix": (), "document_mask": False, "reset_positions": False, "chat_template": None, "loss_on": "answers",
-    "transforms": TransformsConfig(), "stream": False, "train_percent": 100, "special_tokens": "parse",
-}  # fmt: skip
-"""The same of data."""
+"""Section to its fields that were there when points got their names. This list is closed: no new field belongs here."""
+_FIRST_PATHS = {f"{section}.{name}".lstrip(".") for section, names in _FIRST.items() for name in names.split()}
 
 
 def key_of(config: Config, data_digest: str) -> str:
-    """Name of what a config trains: the same for configs that differ in where they run and what they report.
+    """Return the name of what a config trains: equal for configs that differ in where they run and what they report.
 
     Args:
         config: of the point.
         data_digest: of the data it sees.
     """
-    bare = dataclasses.replace(
-        without_reports(config.resolved()),
-        mesh=MeshConfig(gradient_dtype=config.mesh.gradient_dtype),
-        distributed=DistributedConfig(),
-    )
+    bare = with_defaults(without_reports(config.resolved()), ("layout", "processes"))
     fields = to_json(bare)
-    del fields["preset"]["noise_scale"]  # decides whether a run is refused, and changes none
-    # As rows were named before there were such fields.
-    if bare.preset.joint == "none":
-        del fields["preset"]["joint"]
-    for name, default in _NEWER_DATA.items():
-        if getattr(bare.data, name) == default:
-            del fields["data"][name]
-    if "pixels" not in source(bare.data.name).reads and bare.data.pixels == PixelsConfig():
-        fields["data"].pop("pixels", None)
-    elif bare.data.pixels.background == OLDER_PIXELS.background or not bare.data.name.startswith("images:"):
-        fields["data"].get("pixels", {}).pop("background", None)
-    transforms = fields["data"].get("transforms", {})
-    for name, default in {"mix_group": None, "jitter": None, "mirror": True}.items():
-        if getattr(bare.data.transforms, name) == default:
-            transforms.pop(name, None)
-    # A point has none of these.
-    del fields["stop"], fields["resume_from"], fields["resume_exact"], fields["data"]["evaluate"]
-    del fields["data"]["limits"]  # decide whether data are refused, and change none
-    for section, names in {
-        "checkpoint": ("keep_best", "best_metric"),
-        "log": ("trackio", "images", "histograms"),
-    }.items():
-        for name in names:
-            del fields[section][name]
-    if bare.vmem_kib is None:
-        del fields["vmem_kib"]
-    if not bare.z_loss:
-        del fields["z_loss"]
-    for name in ("attention_block", "product_dtype"):
-        if getattr(bare.model.compute, name) is None:
-            del fields["model"]["compute"][name]
-    del fields["mesh"]["experts"]  # where experts lie
-    del fields["faults"]["memory_check"]  # decides whether a run starts, and changes none
-    del fields["faults"]["collective_seconds"]  # is of several processes
-    if bare.mesh.gradient_dtype is None:
-        del fields["mesh"]["gradient_dtype"]
-    for name, default in {"moment_dtype": None, "layer_decay": 1.0, "warmup_from_zero": False}.items():
-        if getattr(bare.optimizer, name) == default:
-            del fields["optimizer"][name]
-    for name, default in _NEWER.items():
-        if fields["model"].get(name, ...) == default:
-            del fields["model"][name]
+    for path in _unnamed_fields(bare):
+        _delete(fields, path)
+    for section in _unnamed_sections(bare):
+        _delete(fields, section)
     return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def without_reports(config: Config) -> Config:
-    """The config without where it is kept and what it reports."""
-    bare = dataclasses.replace(
-        config, workdir=None, resume=False, resume_from=None, resume_exact=False, stop=StopConfig()
-    )
-    return dataclasses.replace(
-        bare, checkpoint=CheckpointConfig(), log=LogConfig(), data=dataclasses.replace(config.data, evaluate=())
-    )
+    """Return the config without where it is kept and what it reports."""
+    return with_defaults(config, ("session", "reports", "course"))
+
+
+def _unnamed_fields(config: Config) -> Iterator[str]:
+    """Yield the fields that are not part of a point's name."""
+    for field in config_fields(config):
+        # A model of a plugin declares nothing: all its fields are part of the name.
+        if field.affects is None or field.path in _FIRST_PATHS:
+            continue
+        if field.value == field.default or not field.affects.consequence.names_point:
+            yield field.path
+    # The background became a field of its own after points of images had their names.
+    if config.data.pixels.background == OLDER_PIXELS.background or not config.data.name.startswith("images:"):
+        yield "data.pixels.background"
+
+
+def _unnamed_sections(config: Config) -> Iterator[str]:
+    """Yield the sections that are not part of a point's name, because all their fields have the values of before they existed."""
+    yield from ("stop", "data.limits")
+    model = config.model
+    if getattr(model, "routing", None) == RoutingConfig():
+        yield "model.routing"
+    if getattr(model, "lora", None) == LoraConfig():
+        yield "model.lora"
+    if config.data.transforms == TransformsConfig():
+        yield "data.transforms"
+    is_unread = "pixels" not in source(config.data.name).reads and config.data.pixels == PixelsConfig()
+    if is_unread or config.data.pixels == OLDER_PIXELS:
+        yield "data.pixels"
+
+
+def _delete(fields: dict[str, Any], path: str) -> None:
+    """Delete a field or section of a config as JSON."""
+    *sections, name = path.split(".")
+    for section in sections:
+        fields = fields.get(section, {})
+    fields.pop(name, None)

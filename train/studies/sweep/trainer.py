@@ -43,7 +43,7 @@ class Trainer:
         abstract: shapes and shardings of its state.
         step: (state, step inputs, batch) -> (state, metrics).
         begin: programs of the points -> (state, step inputs) at step 0.
-        score: (parameters, step inputs, batch) -> `Sums`; None where nothing is evaluated.
+        score: (parameters, step inputs, batch) -> `LossSums`; None where nothing is evaluated.
         temporary: bytes per device while a step runs, all points together; 0 where the backend does not say.
         compile_seconds: what its step took to compile.
         concurrent: packs to train at the same time, in threads.

@@ -22,6 +22,7 @@ import numpy as np
 from mupax.train.checkpoints import manifest
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import record
+from mupax.train.config.retention import CheckpointConfig
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
@@ -113,7 +114,7 @@ class Work:
         points += [points[-1]] * (trainer.count - len(points))
         folder, steps, data = self.unfinished(pack), points[0].config.steps, self.batches.of(points[0])
         losses, done = np.full((steps, trainer.count), np.nan), 0
-        with Checkpoints(folder, 1, note=self.watcher.note) as saves:
+        with Checkpoints(folder, CheckpointConfig(keep=1), note=self.watcher.note) as saves:
             state, step_inputs = trainer.begin(points)
             if saves.latest is not None:
                 restored = saves.restore(trainer.abstract, data.facts)

@@ -49,7 +49,8 @@ def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
         evaluation(session, report, state, step)
 
     def measured(*_: Any, **__: Any) -> evaluate.Scores:
-        return evaluate.Scores(losses[steps[-1]], 0.5 if steps[-1] == 4 else 0.25, 1)
+        accuracy = 0.5 if steps[-1] == 4 else 0.25
+        return evaluate.Scores({"loss": losses[steps[-1]], "accuracy": accuracy}, 1)
 
     patch.setattr("mupax.train.run.loop.evaluation", at)
     patch.setattr(evaluate, "evaluate", measured)

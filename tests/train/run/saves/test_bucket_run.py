@@ -118,3 +118,17 @@ def test_weights_go_out_and_come_in(resumed: Done, address: str) -> None:
     assert main(["import", f"{address}-exported", "--preset", "sp", "--out", f"{address}-imported"]) == 0
     one, other = (pretrained.read(path_of(f"{address}{end}")).params for end in ("", "-imported"))
     assert all(np.allclose(one[name], other[name], rtol=1e-6) for name in one)
+
+
+def test_multiples_stay_in_a_bucket_when_the_run_goes_on_without_the_flag(emulator: str, folder: Path) -> None:
+    address = f"gs://{new_bucket(emulator)}/every"
+    words = ("--workdir", address, "--checkpoint.keep", "1", "--checkpoint.every-steps", "1")
+    done = train(*words, "--steps", "4", "--checkpoint.keep-every", "2")
+    assert done.code == 0, done.err
+    done = train(*words, "--steps", "6", "--resume", "--resume-change", "schedule")
+    assert done.code == 0, done.err
+    saved = {path.name for path in (path_of(address) / "checkpoints").iterdir()}
+    assert saved == {"2", "4", "6"}, "4 of the first part, 6 as the newest"
+    assert train(*words, "--steps", "7", "--resume", "--resume-change", "schedule").code == 0
+    saved = {path.name for path in (path_of(address) / "checkpoints").iterdir()}
+    assert saved == {"2", "4", "7"}

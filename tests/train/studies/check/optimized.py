@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.core import optimizer
 from mupax.train.studies.check import observables
 from mupax.train.studies.check.check import Series
@@ -12,5 +13,7 @@ OPTIONS = {"xla_backend_optimization_level": 1, "xla_llvm_disable_expensive_pass
 def optimized(series: Series) -> Series:
     """The series, whose largest model `tests/conftest.py` would have compiled without optimization."""
     last = series.definitions[-1]
-    series._programs[-1] = observables.program(last, optimizer.build(series.config, last.specs), OPTIONS)
+    tx = optimizer.build(series.config, last.specs)
+    still_steps = OPTIMIZERS[series.config.name].still_steps
+    series._programs[-1] = observables.program(last, tx, OPTIONS, still_steps)
     return series

@@ -26,7 +26,10 @@ from mupax.zoo import configs
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.layers.initial import normals
 from scripts.check.mutants import Mutant
+from tests.fixtures.optimizers import adopt
 from tests.train.studies.check.optimized import optimized
+
+__all__ = ["adopt"]  # fixture
 
 DOUBLINGS, SEEDS = {"depth": 3}, 3
 """Two unless said here: what explodes with depth needs one more to be seen apart from its start. The slope over three even sizes is
@@ -217,6 +220,20 @@ def test_right_rules_pass_under_sgd(name):
     assert check.passes(findings), wrong(findings)
 
 
+def test_an_optimizer_whose_first_update_moves_nothing_is_judged_from_the_next_one(adopt: str):
+    findings = findings_of(preset("mup"), "head_dim", adopt)
+    assert check.passes(findings), wrong(findings)
+    assert "frozen" not in {finding.verdict for finding in findings}
+
+
+def test_control_counting_an_update_that_moves_nothing_blames_a_right_table(adopt: str, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, adopt, dataclasses.replace(OPTIMIZERS[adopt], still_steps=0))
+    series.cache_clear()
+    findings = findings_of(preset("mup"), "head_dim", adopt)
+    series.cache_clear()
+    assert "frozen" in {finding.verdict for finding in findings}
+
+
 def test_growing_the_mlp_alone_passes_where_it_is_allowed():
     """Under SGD; under Adam, and for key heads alone, the command refuses (below)."""
     findings = findings_of(preset("mup"), "mlp", "sgd")
@@ -346,10 +363,10 @@ def test_what_never_moves_is_frozen_unless_a_zero_readout_holds_it_back():
 def test_the_command_takes_ten_steps_and_writes_json_and_a_figure_and_says_what_failed(tmp_path, capsys, monkeypatch):
     reference, program = series("head_dim"), observables.program
 
-    def compiled(model: Definition, tx):
+    def compiled(model: Definition, tx, **options):
         """The smallest and the largest are those of the tests above."""
         same = [own for own, of in zip(reference._programs, reference.definitions, strict=True) if of == model]
-        return same[0] if same else program(model, tx)
+        return same[0] if same else program(model, tx, **options)
 
     monkeypatch.setattr(observables, "program", compiled)
     out, figure = tmp_path / "check.json", tmp_path / "check.png"

@@ -1,0 +1,109 @@
+"""docs/add_a_flag.md: its edits are made in a copy of the source, where the flags then train and the tests that it names pass.
+
+`python -m tests.test_add_a_flag` writes the table of checkpoint flags in docs/running.md from the fields.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mupax.config_fields import CONSEQUENCES
+from mupax.train.config.retention import CheckpointConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+RUNNING = ROOT / "docs" / "running.md"
+PAGE = (ROOT / "docs" / "add_a_flag.md").read_text()
+EDITS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+TESTS = ["tests/train/run/test_config_fields.py", "-k", "clip_value or declares"]
+ON_RESUME = {"refused": "is refused", "announced": "prints old -> new", "silent": "says nothing"}
+RUN = (
+    "train lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 8 --data.name text:words.txt "
+    "--data.eval-examples 8 --steps 4 --optimizer.warmup-steps 1 --log.no-samples --log.no-tensorboard --workdir run "
+    "--checkpoint.keep 1 --checkpoint.keep-steps 1 3 --optimizer.clip-value 0.1"
+)
+
+
+def with_flags(page: str) -> str:
+    """Return docs/running.md with the table of checkpoint flags as the fields and their docstrings are."""
+    tree = ast.parse((ROOT / "train" / "config" / "retention.py").read_text())
+    (body,) = [item.body for item in tree.body if isinstance(item, ast.ClassDef) and item.name == "CheckpointConfig"]
+    lines = ["| flag | default | what it does |", "|---|---|---|"]
+    for field, text in itertools.pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+            name = field.target.id
+            default = "" if getattr(CheckpointConfig(), name) is None else getattr(CheckpointConfig(), name)
+            help_text = ast.literal_eval(text.value)
+            lines.append(f"| `--checkpoint.{name.replace('_', '-')}` | {default} | {help_text} |")
+    begin, end = "<!-- flags: begin -->\n", "<!-- flags: end -->"
+    return page.partition(begin)[0] + begin + "\n".join(lines) + "\n" + end + page.partition(end)[2]
+
+
+def source_copy(folder: Path) -> Path:
+    """Return a copy of the source and its tests, without documents."""
+    for name in ("mupax", "train", "zoo", "presets", "tests", "scripts"):
+        skipped = shutil.ignore_patterns("__pycache__", "goldens")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=skipped)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def done_in(folder: Path, *words: str) -> str:
+    """Return what a module prints that Python runs in a copy of the source."""
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", *words]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.core
+def test_the_table_of_effects_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (yes|no) \|$", PAGE, re.MULTILINE)
+    code = [
+        (effect, row.meaning, ON_RESUME[row.on_resume], "yes" if row.names_point else "no")
+        for effect, row in CONSEQUENCES.items()
+    ]
+    assert rows == code
+
+
+@pytest.mark.core
+def test_the_table_of_checkpoint_flags_is_that_of_the_fields() -> None:
+    text = RUNNING.read_text()
+    assert with_flags(text) == text, "python -m tests.test_add_a_flag writes it anew"
+    assert "| `--checkpoint.keep-every` |" in text
+
+
+@pytest.mark.core
+def test_each_edit_changes_one_file() -> None:
+    assert [re.findall(r"^\+\+\+ b/(\S+)$", edit, re.MULTILINE) for edit in EDITS] == [
+        ["train/config/sections.py"],
+        ["train/core/optimizer.py"],
+        ["train/config/retention.py"],
+    ]
+
+
+@pytest.mark.slow
+def test_the_edits_make_flags_that_train_and_pass_their_tests(tmp_path: Path) -> None:
+    folder = source_copy(tmp_path)
+    for edit in EDITS:
+        words = ["git", "apply", "--unidiff-zero", "--recount", "-"]
+        done = subprocess.run(words, cwd=folder, input=edit, text=True, capture_output=True, check=False)
+        assert done.returncode == 0, done.stderr
+    (folder / "words.txt").write_text("a few words to train on. " * 300)
+    assert "step 4/4" in done_in(folder, "mupax", *RUN.split())
+    listed = done_in(folder, "mupax", "train", "checkpoints", "run")
+    assert [line.split()[0] for line in listed.splitlines() if " listed " in line] == ["1", "3"]
+    assert " passed" in done_in(folder, "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+
+
+if __name__ == "__main__":
+    RUNNING.write_text(with_flags(RUNNING.read_text()))

@@ -1,0 +1,173 @@
+"""Hooks of a run from Python: when they are called, what they log, how they stop a run, and how they fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from mupax import train
+from mupax.errors import MupaxError
+from mupax.train.config.run import CheckpointConfig, Config, LogConfig
+from mupax.train.run import hooks
+from tests.fixtures.programs import shared_programs
+
+__all__ = ["shared_programs"]  # fixture
+
+STEPS = 6
+
+
+def config_of(workdir: Path, **changes: Any) -> Config:
+    """Return the config of a small run that saves and evaluates after every second step."""
+    recipe = train.RECIPES["vit-digits"]()
+    model = dataclasses.replace(recipe.model, width=16, num_heads=2, depth=1)  # pyright: ignore
+    data = dataclasses.replace(recipe.data, batch_size=16, eval_examples=16, eval_batch_size=16)
+    log = LogConfig(eval_every_steps=2, tensorboard=False, progress=False)
+    values = {
+        "model": model,
+        "data": data,
+        "log": log,
+        "checkpoint": CheckpointConfig(every_steps=2),
+        "steps": STEPS,
+        "workdir": str(workdir),
+        **changes,
+    }
+    return dataclasses.replace(recipe, **values)
+
+
+def rows_with(run: train.Run, name: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[name]) for row in run.metrics if name in row]
+
+
+def test_hooks_are_called_in_order_after_the_checkpoint_and_the_evaluation_of_their_step(tmp_path: Path) -> None:
+    calls: list[tuple[str, int]] = []
+    evaluated: list[int] = []
+    norms: dict[int, float] = {}
+
+    def first(step: int, state: Any, run: train.HookRun) -> None:
+        calls.append(("first", step))
+        assert int(state.step) == step
+        assert run.workdir == tmp_path / "run"
+        assert (run.process, run.process_count, run.config.steps) == (0, 1, STEPS)
+
+    def second(step: int, state: Any, run: train.HookRun) -> None:
+        calls.append(("second", step))
+        norms[step] = float(np.sqrt(sum(np.sum(np.square(w)) for w in jax.tree.leaves(jax.device_get(state.params)))))
+        run.log({"my/norm": norms[step], "speed": np.float32(step)})
+        rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        evaluated.extend(row["step"] for row in rows[-1:] if "eval_loss" in row)
+
+    run = train.fit(config_of(tmp_path / "run"), hooks=[train.every(3, first), train.every(2, second)])
+    assert calls == [("second", 2), ("first", 3), ("second", 4), ("first", 6), ("second", 6)]
+    assert rows_with(run, "my/norm") == list(norms.items())
+    assert rows_with(run, "speed") == [(step, float(step)) for step in norms]
+    assert len(set(norms.values())) == len(norms)
+    assert run.step == STEPS
+
+
+def test_a_hook_changes_no_number_of_the_run(tmp_path: Path) -> None:
+    plain = train.fit(config_of(tmp_path / "plain"))
+    hooked = train.fit(config_of(tmp_path / "hooked"), hooks=[train.every(1, lambda step, state, run: None)])
+    assert rows_with(plain, "loss") == rows_with(hooked, "loss")
+    assert rows_with(plain, "eval_loss") == rows_with(hooked, "eval_loss")
+
+
+def test_a_hook_stops_the_run_which_a_resume_takes_on(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def stop_at_three(step: int, state: Any, run: train.HookRun) -> None:
+        calls.append(step)
+        run.log({"my/step": step})
+        if step == 3 and len(calls) == 3:
+            run.stop("three are enough")
+
+    stopping = [train.every(1, stop_at_three)]
+    run = train.fit(config_of(tmp_path), hooks=stopping)
+    assert run.step == 3
+    assert [row["stopped"] for row in run.metrics if "stopped" in row] == ["three are enough"]
+    resumed = train.fit(config_of(tmp_path, resume=True), hooks=stopping)
+    assert resumed.step == STEPS
+    assert calls == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in rows_with(resumed, "my/step")] == calls
+
+
+def test_an_exception_ends_the_run_with_its_state_saved(tmp_path: Path) -> None:
+    def fail(step: int, state: Any, run: train.HookRun) -> None:
+        run.log({"my/step": step})
+        if step == 3:
+            raise ZeroDivisionError("nothing to divide by")
+
+    with pytest.raises(
+        train.HookError, match=r"fail at step 3: ZeroDivisionError: nothing to divide by[\s\S]*saved"
+    ) as error:
+        train.fit(config_of(tmp_path), hooks=[train.every(1, fail)])
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    steps: list[int] = []
+    again = train.fit(
+        config_of(tmp_path, resume=True), hooks=[train.every(1, lambda step, state, run: steps.append(step))]
+    )
+    assert again.step == STEPS
+    assert steps == [4, 5, 6]
+    assert [step for step, _ in rows_with(again, "my/step")] == [1, 2, 3]
+
+
+def test_an_interrupted_run_calls_the_hooks_of_steps_that_are_trained_again(tmp_path: Path) -> None:
+    """Steps after the newest checkpoint are trained again."""
+    steps: list[int] = []
+
+    def leave(step: int, state: Any, run: train.HookRun) -> None:
+        steps.append(step)
+        if step == 5 and len(steps) == 5:
+            raise SystemExit(1)  # as if the process were killed: nothing is saved
+
+    with pytest.raises(SystemExit):
+        train.fit(config_of(tmp_path), hooks=[train.every(1, leave)])
+    train.fit(config_of(tmp_path, resume=True), hooks=[train.every(1, leave)])
+    assert steps == [1, 2, 3, 4, 5, 5, 6]
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True, "10"])
+def test_a_number_of_steps_that_is_none_is_refused(steps: Any) -> None:
+    with pytest.raises(MupaxError, match="write a whole number"):
+        train.every(steps, lambda step, state, run: None)
+
+
+def test_what_is_no_hook_is_refused_before_the_run(tmp_path: Path) -> None:
+    not_a_function: Any = "print"
+    with pytest.raises(MupaxError, match="write a function of"):
+        train.every(1, not_a_function)
+    not_a_hook: Any = print
+    with pytest.raises(MupaxError, match=r"write train\.every"):
+        train.fit(config_of(tmp_path / "run"), hooks=[not_a_hook])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"loss": 1.0}, "'loss' is a name of mupax"),
+        ({"eval/loss": 1.0}, "'eval/loss' is a name of mupax"),
+        ({"perf_mfu": 1.0}, "'perf_mfu' is a name of mupax"),
+        ({"my/text": "three"}, "my/text is 'three'; write one number"),
+        ({"my/array": np.ones(2)}, "write one number"),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(values: dict[str, Any], text: str, tmp_path: Path) -> None:
+    runtime: Any = type("Runtime", (), {})()
+    runtime.config = config_of(tmp_path)
+    runtime.folder = tmp_path
+    runtime.processes = type("Processes", (), {"index": 0, "count": 1})()
+    with pytest.raises(MupaxError, match=text):
+        hooks.HookRun(runtime).log(values)
+
+
+def test_processes_agree_on_the_first_failure_and_the_first_reason() -> None:
+    assert hooks.first_outcome([["", ""], ["", ""]]) == ["", ""]
+    assert hooks.first_outcome([["", ""], ["", "done"], ["", "late"]]) == ["", "done"]
+    assert hooks.first_outcome([["", ""], ["f at step 3: E", "done"]]) == ["on process 1, f at step 3: E", "done"]
+    assert hooks.first_outcome([["f at step 3: E", ""]]) == ["f at step 3: E", ""]

@@ -1,0 +1,260 @@
+"""Metrics: what each is computed from, how it is shown, and which direction is better. Imports no JAX.
+
+A metric is one function and one line of `METRICS`. Rows of metrics.jsonl, the screen, the summary, loss.png, TensorBoard and trackers,
+`mupax eval`, `--checkpoint.best-metric` and `--stop.metric` read that table. docs/add_a_metric.md adds one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from mupax.errors import MupaxError
+
+if TYPE_CHECKING:
+    import jax
+
+
+class MetricError(MupaxError):
+    """A metric that cannot be used as it is declared. The text says what to write."""
+
+
+class TokenStatistics(NamedTuple):
+    """Statistics of targets. All arrays have the shape of the targets: [B], [B, T], or [N] where a loss works on N of them.
+
+    A target is a token of a text or the class of an image.
+    """
+
+    loss: jax.Array
+    """Cross-entropy in nats, float32."""
+    log_partition: jax.Array
+    """Logarithm of the sum of exp(logit) over all classes, float32."""
+    correct: jax.Array
+    """Rank of the target is 0, bool: its logit is the largest, and the first of equal ones, as argmax has it."""
+    counted_rank: jax.Array | None = None
+    """`rank` where it was counted, int32."""
+
+    @property
+    def rank(self) -> jax.Array:
+        """Number of classes before the target, int32: those with a larger logit, and with an equal one and a smaller index.
+
+        NaN counts as the largest logit, as argmax has it. The rank takes another pass over all logits, so it is counted
+        only for a metric that has `needs_rank`.
+
+        Raises:
+            MetricError: It was not counted.
+        """
+        if self.counted_rank is None:
+            raise MetricError("a metric reads statistics.rank, which is not counted; declare it with needs_rank=True")
+        return self.counted_rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A line of `METRICS`. It has either `total` or `from_loss`.
+
+    Attributes:
+        label: name on the screen, in the summary and in pictures, such as "top-5 accuracy".
+        unit: of the values, such as "nats"; "%" shows a share of 0.25 as 25.00 %; "" where the label says it.
+        better: direction in which the model is better. The best checkpoint and early stopping go by it.
+        total: (statistics, weights) -> sum over the targets, float32 []. The weights have the targets' shape and are 0 where
+            a target does not count. The metric is the sum over all batches divided by the sum of the weights.
+            It runs inside the compiled step.
+        from_loss: (mean loss in nats per target, mean bytes of text per target) -> value, in Python. The bytes are `None` where
+            targets are not text. `None` as the value leaves the metric out.
+        needs_rank: `total` reads `statistics.rank`.
+        in_training: also measured on every training batch, at the cost of what `total` reads.
+        shown: everywhere: rows, screen, summary, pictures, `eval`, best checkpoint; rows: metrics.jsonl, trackers and
+            `eval`; eval: `eval` only.
+        pictures: kinds of data whose loss.png has a panel of the metric.
+        form: format of a value that is not a share.
+    """
+
+    label: str
+    unit: str
+    better: Literal["lower", "higher"]
+    total: Callable[[TokenStatistics, jax.Array], jax.Array] | None = None
+    from_loss: Callable[[float, float | None], float | None] | None = None
+    needs_rank: bool = False
+    in_training: bool = False
+    shown: Literal["everywhere", "rows", "eval"] = "everywhere"
+    pictures: tuple[Literal["tokens", "images"], ...] = ("tokens", "images")
+    form: str = ".4f"
+
+    def __post_init__(self) -> None:
+        if (self.total is None) == (self.from_loss is None):
+            raise MetricError(f"the metric {self.label!r} needs one of total and from_loss")
+
+    @property
+    def module(self) -> str:
+        """Name of the module that has the function."""
+        return getattr(self.total or self.from_loss, "__module__", None) or "__main__"
+
+    @property
+    def share(self) -> bool:
+        """Values are shares of 1 that are shown in percent."""
+        return self.unit == "%"
+
+    def text(self, value: float) -> str:
+        """Return a value as people read it, without its unit but for a share: 0.25 is 25.00 %."""
+        if self.share:
+            return f"{100 * value:.2f} %"
+        return f"{value:{self.form}}"
+
+    def text_with_unit(self, value: float) -> str:
+        """Return a value as people read it, with its unit."""
+        if self.share or not self.unit:
+            return self.text(value)
+        return f"{self.text(value)} {self.unit}"
+
+
+def _loss(loss: float, bytes_per_target: float | None) -> float:
+    """Return the loss itself: it is what is trained, so every way of computing it sums it with its gradient."""
+    del bytes_per_target
+    return loss
+
+
+def _perplexity(loss: float, bytes_per_target: float | None) -> float:
+    del bytes_per_target
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _loss_per_byte(loss: float, bytes_per_target: float | None) -> float | None:
+    return loss / bytes_per_target if bytes_per_target else None
+
+
+def _bits_per_byte(loss: float, bytes_per_target: float | None) -> float | None:
+    return loss / math.log(2) / bytes_per_target if bytes_per_target else None
+
+
+def _accuracy(statistics: TokenStatistics, weights: jax.Array) -> jax.Array:
+    return (statistics.correct * weights).sum()
+
+
+METRICS: dict[str, Metric] = {
+    "loss": Metric(label="loss", unit="nats", better="lower", from_loss=_loss, in_training=True),
+    "accuracy": Metric(
+        label="accuracy", unit="%", better="higher", total=_accuracy, in_training=True, pictures=("images",)
+    ),
+    "perplexity": Metric(
+        label="perplexity", unit="", better="lower", from_loss=_perplexity, shown="eval", pictures=(), form=".4g"
+    ),
+    "loss_per_byte": Metric(
+        label="loss per byte",
+        unit="nats/byte",
+        better="lower",
+        from_loss=_loss_per_byte,
+        in_training=True,
+        shown="rows",
+        pictures=(),
+    ),
+    "bits_per_byte": Metric(
+        label="bits per byte", unit="", better="lower", from_loss=_bits_per_byte, shown="eval", pictures=()
+    ),
+}
+"""Name to the metric, in the order of the rows. Plug-ins add lines."""
+NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
+"""Default of functions that sum metrics besides the loss."""
+_RESERVED = frozenset(
+    [
+        *("step", "lr", "grad_norm", "weight", "weights", "verdict", "squares", "seconds", "tokens", "images"),
+        *("batch", "spike", "skipped", "nonfinite", "stopped", "balance_loss", "z_loss", "dropped_tokens"),
+        *("logit_z_loss", "targets", "examples", "sets"),
+    ]
+)
+"""Names of other values in a row of metrics.jsonl or in the output of `eval`."""
+
+
+def check_table() -> None:
+    """Refuse a line of `METRICS` that would hide another value of a row.
+
+    Raises:
+        MetricError: The text names the line.
+    """
+    for name, metric in METRICS.items():
+        if not isinstance(metric, Metric):
+            raise MetricError(f"METRICS[{name!r}] is no Metric; write mupax.train.config.metrics.Metric(...)")
+        valid = re.fullmatch("[a-z][a-z0-9_]*", name) is not None
+        if not valid or name in _RESERVED or name.startswith(("eval_", "perf_")):
+            raise MetricError(
+                f"a metric cannot be named {name!r}; write lower-case letters, digits and _, "
+                "and no name that a row of metrics.jsonl has already"
+            )
+
+
+def on_devices(*, training: bool) -> dict[str, Metric]:
+    """Return the metrics that the compiled step sums, those of training batches or of evaluations."""
+    return {
+        name: metric
+        for name, metric in METRICS.items()
+        if metric.total is not None and (metric.in_training or not training)
+    }
+
+
+def metric_values(
+    loss: float, means: Mapping[str, float], bytes_per_target: float | None, *, training: bool = False
+) -> dict[str, float]:
+    """Return every metric that applies, by name.
+
+    Args:
+        loss: mean over the targets, in nats.
+        means: mean over the targets of each metric that has `total`, by name.
+        bytes_per_target: mean bytes of text per target; `None` for images, and for targets that are not the text.
+        training: leave out what is not measured on training batches.
+    """
+    result: dict[str, float] = {}
+    for name, metric in METRICS.items():
+        value = means.get(name)
+        if metric.from_loss is not None and (metric.in_training or not training):
+            value = metric.from_loss(loss, bytes_per_target)
+        if value is not None:
+            result[name] = value
+    return result
+
+
+def row_name(name: str, data_set: str | None = None) -> str:
+    """Return the name under which a row of an evaluation has a metric.
+
+    Args:
+        name: of the metric.
+        data_set: name of a further evaluation set; `None` for the run's own data.
+    """
+    return f"eval_{name}" if data_set is None else f"eval/{data_set}/{name}"
+
+
+def evaluation_row(scores: Mapping[str, float], data_set: str | None = None) -> dict[str, float]:
+    """Return what the row of an evaluation has of one data set, by its names in the row.
+
+    Args:
+        scores: metrics by name.
+        data_set: as in `row_name`.
+    """
+    return {row_name(name, data_set): value for name, value in scores.items() if METRICS[name].shown != "eval"}
+
+
+def shown_everywhere() -> dict[str, Metric]:
+    """Return the metrics of the screen, the summary and the best checkpoint, by name."""
+    return {name: metric for name, metric in METRICS.items() if metric.shown == "everywhere"}
+
+
+def metric_name(row_name: str) -> str:
+    """Return the name of the metric that a row has as `eval_loss` or `eval/code/loss`: `loss`."""
+    if row_name.startswith("eval/"):
+        return row_name.rpartition("/")[2]
+    return row_name.removeprefix("eval_")
+
+
+def metric_of(row_name: str) -> Metric:
+    """Return the metric that a row of an evaluation has under a name, such as `eval_loss` or `eval/code/loss`.
+
+    Raises:
+        MetricError: This process has no such metric.
+    """
+    name = metric_name(row_name)
+    if name not in METRICS:
+        raise MetricError(f"no metric here is named {name!r}; add --plugin MODULE with the module that has it")
+    return METRICS[name]
