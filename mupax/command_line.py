@@ -163,8 +163,10 @@ def parse_known(
     try:
         with contextlib.redirect_stderr(message), contextlib.redirect_stdout(helptext), _narrow(flag_help):
             result, rest = parsed(list(argv))
-            # Beside an unknown word tyro 1.0 gives a positional that is left out the text "[]".
-            return (parsed(_without(argv, rest))[0] if rest else result), rest
+            if rest and _has_positional(command):
+                # Beside an unknown word tyro 1.0 gives a positional that is left out the text "[]".
+                result, _ = parsed(_without(argv, rest))
+            return result, rest
     except SystemExit as stop:
         if stop.code == 0:
             text = _help_text(helptext.getvalue(), description or inspect.getdoc(command) or "")
@@ -327,6 +329,12 @@ def _flag_fields(owner: Any, prefix: str = "") -> Iterator[_FlagField]:
         if isinstance(value, bool) and "FlagCreatePairsOff" not in marks:
             names.append(f"--{prefix}no-{word}")
         yield _FlagField(names, hint)
+
+
+def _has_positional(command: type) -> bool:
+    """Return whether a word without a flag before it can be a value of a command."""
+    hints = get_type_hints(command, include_extras=True)
+    return any("Positional" in map(str, getattr(hint, "__metadata__", ())) for hint in hints.values())
 
 
 def words_of(prog: str, command: Any) -> list[str]:

@@ -108,7 +108,7 @@ def _verified(folder: Path) -> None:
 
     newest_record(folder / "checkpoints")
     (row,) = command._checkpoints(folder, None, verify=True)
-    " ".join(command._cells(row | {"best": False}, [])).encode()
+    " ".join(command._cells(row | {"best": False, "stays_as": None}, [])).encode()
     saved_run.find(folder).verified()
 
 

@@ -364,6 +364,6 @@ def test_fit_returns_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: py
         train.fit(config)  # the folder is taken
     capsys.readouterr()
     for code, error in ((1, train.TrainingFailed), (130, KeyboardInterrupt), (143, SystemExit)):
-        monkeypatch.setattr("mupax.train.run.loop.run", lambda config, code=code: code)
+        monkeypatch.setattr("mupax.train.run.loop.run", lambda config, hooks, code=code: code)
         with pytest.raises(error):
             train.fit(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,9 @@ def test_the_list_of_checkpoints_has_losses_and_marks_the_best(
         assert all(row["metrics"]["loss"] > 0 for row in listed.values())
     head, *lines = out.splitlines()
     assert "eval_loss" in head
-    assert [line.split()[0] for line in lines if " best " in f"{line} "] == ["2"]
+    # The mark stands between the losses and the size; behind the age stands why each of them stays.
+    assert [line.split()[0] for line in lines if re.search(r"\d +best +\d", line)] == ["2"]
+    assert [line.split()[0] for line in lines if re.search(r":\d\d +best", line)] == ["2", "4"]
     assert "--step 2" in lines[-1]
     # An accuracy is better where it is more.
     record = json.loads((copy / "config.json").read_text())
