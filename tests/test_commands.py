@@ -203,6 +203,8 @@ def test_a_recorded_command_is_shown_as_it_is_typed_now(text: str, now: str) -> 
         ("swep lm-tiny", "did you mean sweep?"),
         ("presets tabel mup", "did you mean table?"),
         ("data prepar text:a", "did you mean prepare?"),
+        ("checkpoints vrify run", "did you mean `mupax checkpoints verify`?"),
+        ("plan scor plan.json run", "did you mean `mupax plan score`?"),
         ("prepare text:a", "write `mupax data prepare`"),
         ("lm-tiny", "write `mupax train lm-tiny`"),
         ("train lm-tyni", "did you mean lm-tiny?"),

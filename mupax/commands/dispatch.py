@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from mupax import command_line, jax_variables, memory, plugins, spellings, terminal
@@ -88,14 +90,24 @@ def _subcommand(command: Command, words: list[str]) -> tuple[Command, list[str]]
     rows = {row.name: row for row in command.subcommands}
     if words and words[0] in rows:
         return rows[words[0]], words[1:]
-    if command.run is not None:
-        return command, words
     prog = f"mupax {command.name}"
+    if command.run is not None:
+        _refuse_misspelt(prog, words, list(rows))
+        return command, words
     if words and not words[0].startswith("-"):
         _refuse_name(prog, words[0])
     summaries = {row.name: row.summary for row in command.subcommands}
     name, rest = command_line.first_word(prog, {"command": summaries}, words, command.default)
     return rows[name], rest
+
+
+def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
+    """Raise UsageError for a first word that is nearly a subcommand's name, where it is no file or folder."""
+    if not words or words[0].startswith("-") or Path(words[0]).exists():
+        return
+    near = difflib.get_close_matches(words[0], names, n=1, cutoff=0.75)
+    if near:
+        raise command_line.UsageError(f"{prog} has no {words[0]!r}; did you mean `{prog} {near[0]}`?")
 
 
 def _run(command: Command, words: list[str], modules: Sequence[str]) -> int:
