@@ -31,7 +31,8 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
         words: its command line, after `mupax`.
         most: attempts after the first.
     """
-    command, before = [*_python(words), *_without(words, "--restart")], None
+    command = _without(_command_line(words), "--restart")
+    before = None
     with Listener() as listener:
         for number in range(1, most + 2):
             last = attempt(number, command, listener)
@@ -57,12 +58,18 @@ def run(config: Config, words: Sequence[str], most: int) -> int:
     return last.exit_code
 
 
-def _python(words: Sequence[str]) -> list[str]:
-    """Return the command as it was started, without its words."""
+def _command_line(words: Sequence[str]) -> list[str]:
+    """Return the command of this process.
+
+    Args:
+        words: its words after `mupax`, of which `train` is the first. `python -m train` and a program that
+            calls `mupax.train.__main__.main` have it not among theirs.
+    """
     started = sys.orig_argv
-    if words and started[-len(words) :] == [*words]:
-        return [sys.executable, *started[1 : -len(words)]]
-    return [sys.executable, "-m", "mupax"]
+    for own in (words, words[1:]):
+        if own and started[-len(own) :] == [*own]:
+            return [sys.executable, *started[1:]]
+    return [sys.executable, "-m", "mupax", *words]
 
 
 def _without(words: Sequence[str], flag: str) -> list[str]:
