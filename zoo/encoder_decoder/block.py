@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import jax
 from flax import nnx
 
-from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.layers.block import MLP, Attention
 from mupax.zoo.layers.linear import Norm, biased, project
 from mupax.zoo.layers.masked import attend
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
     from mupax.zoo.layers.cache import Cache
@@ -61,9 +61,18 @@ class SelfAttention(Attention):
         mask_BS: jax.Array | None,
         bias_HTS: jax.Array | None = None,
     ) -> jax.Array:
-        kind = {"implementation": self.implementation, "block": self.block}
-        masks = {"causal": self.causal, "mask_BS": mask_BS, "bias_HTS": bias_HTS}
-        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, **masks, **kind))
+        y_BTHN = attend(
+            self._scaled(q_BTHN),
+            k_BSKN,
+            v_BSKN,
+            causal=self.causal,
+            mask_BS=mask_BS,
+            bias_HTS=bias_HTS,
+            implementation=self.implementation,
+            block=self.block,
+            layout=self.layout,
+        )
+        return self._projected_out(y_BTHN)
 
 
 class CrossAttention(SelfAttention):
@@ -94,19 +103,24 @@ class CrossAttention(SelfAttention):
 
     def queries(self, x_BTD: jax.Array) -> jax.Array:
         """[B, T, H, N], without the logit scale."""
-        q_BTHN = biased(project(x_BTD, self.query[...], kind=self.kind), self.query_bias)
+        q_BTHN = project(x_BTD, self.query[...], kind=self.kind, layout=self.layout)
+        q_BTHN = biased(q_BTHN, self.query_bias)
         q_BTHN = q_BTHN if self.query_norm is None else self.query_norm(q_BTHN)
-        return partition.constrain(q_BTHN, "batch", "sequence", "heads", None)
+        return self.layout.constrain(q_BTHN, ("batch", "sequence", "heads", None))
 
     def keys(self, memory_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Keys and values of the encoder's output, [B, S, K, N]."""
-        k_BSKN, v_BSKN = (project(memory_BSD, w[...], kind=self.kind) for w in (self.key, self.value))
+        k_BSKN, v_BSKN = (
+            project(memory_BSD, w[...], kind=self.kind, layout=self.layout) for w in (self.key, self.value)
+        )
         k_BSKN, v_BSKN = biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
         return k_BSKN if self.key_norm is None else self.key_norm(k_BSKN), v_BSKN
 
 
 class EncoderBlock(nnx.Module):
     """h <- skip*h + branch*attention(norm(h)), then the same with the MLP."""
+
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
         kind, eps, then = config.norm, config.norm_eps, config.branch_activation
@@ -119,7 +133,7 @@ class EncoderBlock(nnx.Module):
     def __call__(self, h_BSD: jax.Array, mask_BS: jax.Array | None, bias_HSS: jax.Array | None) -> jax.Array:
         h_BSD = self.added(h_BSD, 0, self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS))
         h_BSD = self.added(h_BSD, 1, self.mlp(self.mlp_norm(h_BSD)))
-        return partition.constrain(h_BSD, "batch", "sequence", None)
+        return self.layout.constrain(h_BSD, ("batch", "sequence", None))
 
     def added(self, h_BTD: jax.Array, branch: int, y_BTD: jax.Array) -> jax.Array:
         """The stream after a branch. Branch scales are applied here only.
@@ -181,4 +195,4 @@ class DecoderBlock(EncoderBlock):
     def _read_on(self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None) -> jax.Array:
         h_BTD = self.added(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, mask_BS))
         h_BTD = self.added(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
-        return partition.constrain(h_BTD, "batch", "sequence", None)
+        return self.layout.constrain(h_BTD, ("batch", "sequence", None))

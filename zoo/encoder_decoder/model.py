@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.encoder_decoder import relative
 from mupax.zoo.encoder_decoder.block import DecoderBlock, EncoderBlock
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.layers.linear import Norm, Reading
 from mupax.zoo.layers.stack import residual_stack
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
     from mupax.zoo.layers.cache import Cache
@@ -39,6 +39,8 @@ class Memory(NamedTuple):
 class Ends(nnx.Module):
     """What is before and after a stack of blocks: positions, the norm after the embeddings, and the norm after the last block."""
 
+    layout: Layout = ONE_DEVICE
+
     def __init__(self, config: EncoderDecoderConfig, init: Init, *, bidirectional: bool) -> None:
         self.config, self.bidirectional = config, bidirectional
         self.position, self.relative_bias = init.maybe("position"), init.maybe("relative_bias")
@@ -55,14 +57,14 @@ class Ends(nnx.Module):
             start: position of the first of them, int32 []; 0 unless given.
         """
         table_VD = table[...].astype(self.config.compute.dtype)
-        h_BTD = partition.current().lookup(table_VD, tokens_BT, ("vocab", "embed"))
+        h_BTD = self.layout.lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]
             position_TD = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
             h_BTD = h_BTD + position_TD.astype(h_BTD.dtype)
         if self.embedding_norm is not None:
             h_BTD = self.embedding_norm(h_BTD)
-        return partition.constrain(h_BTD, "batch", "sequence", None)
+        return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
     def bias(self, queries: int, keys: int, start: jax.Array | int = 0) -> jax.Array | None:
         """What relative positions add to logits, [H, T, S]; None without them.
@@ -92,9 +94,6 @@ class Encoder(Ends):
 class EncoderDecoder(Ends):
     """Tokens [B, S] and [B, T] to float32 logits [B, T, V]; target t sees all inputs and decoder inputs 0..t."""
 
-    gathers = True
-    """Parameters are read by a layout (`mupax.zoo.manual`)."""
-
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
         init = Init(config, rngs)
         super().__init__(config, init, bidirectional=False)
@@ -112,7 +111,7 @@ class EncoderDecoder(Ends):
             input_mask: int32 [B, S], 0 at padding.
             decoder_inputs: int32 [B, T], the targets shifted right.
         """
-        return self.reading(inputs, input_mask, decoder_inputs).logits()
+        return self.reading(inputs, input_mask, decoder_inputs).logits(self.layout)
 
     def reading(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> Reading:
         """The same as a `Reading`.
@@ -121,7 +120,8 @@ class EncoderDecoder(Ends):
             inputs, input_mask, decoder_inputs: as of a call.
         """
         h_BTD, context = self.begin(inputs, input_mask, decoder_inputs)
-        return self._reading(residual_stack(self.block, h_BTD, self.config.depth, self.config.compute, *context))
+        h_BTD = residual_stack(self.block, h_BTD, self.config.depth, self.config.compute, *context, layout=self.layout)
+        return self._reading(h_BTD)
 
     def begin(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> tuple[jax.Array, Any]:
         """The decoder's first layer, [B, T, D], and what each of its blocks takes beside the stream.
@@ -152,7 +152,10 @@ class EncoderDecoder(Ends):
         config, encoder, length = self.config, self.encoder, inputs.shape[1]
         h_BSD = encoder.first(self.token if encoder.token is None else encoder.token, inputs)
         context = (input_mask > 0, encoder.bias(length, length))
-        return encoder.norm(residual_stack(encoder.block, h_BSD, config.encoder_blocks, config.compute, *context))
+        h_BSD = residual_stack(
+            encoder.block, h_BSD, config.encoder_blocks, config.compute, *context, layout=self.layout
+        )
+        return encoder.norm(h_BSD)
 
     def remember(self, inputs: jax.Array, input_mask: jax.Array) -> Memory:
         """All that the decoder reads of an input, computed once.
@@ -186,7 +189,7 @@ class EncoderDecoder(Ends):
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The decoder's last layer, [B, T, D], to float32 logits [B, T, V]."""
-        return self._reading(h_BTD).logits()
+        return self._reading(h_BTD).logits(self.layout)
 
     def _reading(self, h_BTD: jax.Array) -> Reading:
         if self.readout is not None:

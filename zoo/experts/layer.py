@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.experts import parallel
 from mupax.zoo.experts.products import in_groups
 from mupax.zoo.experts.routing import Choice, Routing, route, to_one
 from mupax.zoo.layers.linear import GATES, project
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 class Experts(nnx.Module):
     """sum over a token's experts of weight_i W_out_i act(W_in_i x), with the gate of an MLP where the model has one."""
+
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.config = config
@@ -47,39 +49,59 @@ class Experts(nnx.Module):
         if experts == 1 and config.routing.gate != "sigmoid" and capacity is None:
             # A softmax of one score is 1 whatever x is: the router reads nothing, and this is the dense model bitwise.
             weights = self._weights(x_BTD.dtype)
-            y_BTD = self._expert(x_BTD, lambda x, w: project(x, w[0]), lambda y, b: y + b[0], weights, lambda y: y)
+            y_BTD = self._expert(
+                x_BTD,
+                lambda x, w: project(x, w[0], layout=self.layout),
+                lambda y, b: y + b[0],
+                weights,
+                hidden=(),
+            )
             return y_BTD, to_one()
         bias_E = None if self.balance is None else self.balance[...]
-        choice, routing = route(x_BTD, self.router[...], bias_E, config.routing, config.active, capacity)
+        choice, routing = route(
+            x_BTD, self.router[...], bias_E, config.routing, config.active, capacity, layout=self.layout
+        )
         y_BTD = self._dropless(x_BTD, choice) if capacity is None else self._within(x_BTD, choice, capacity)
-        return partition.constrain(y_BTD, "batch", "sequence", None), routing
+        return self.layout.constrain(y_BTD, ("batch", "sequence", None)), routing
 
     def _dropless(self, x_BTD: jax.Array, choice: Choice) -> jax.Array:
-        """What its experts make of a token, weighed and added up, by products of rows in the order of experts."""
+        """Return what its experts make of a token, weighed and added up, by products of rows in the order of experts."""
+        layout = parallel.over_examples(self.layout, len(x_BTD))
 
         def expert(x_RD: jax.Array, weights: parallel.Weights, sizes_E: jax.Array) -> jax.Array:
             last = len(weights["up"]) - 1
             of_R = jnp.repeat(jnp.minimum(jnp.arange(len(sizes_E)), last), sizes_E, total_repeat_length=len(x_RD))
             return self._expert(
-                x_RD, lambda x, w: in_groups(x, w, sizes_E), lambda y, b: y + b[of_R], weights, parallel.summed
+                x_RD,
+                lambda x, w: in_groups(x, w, sizes_E, platform=layout.platform),
+                lambda y, b: y + b[of_R],
+                weights,
+                hidden=layout.names("expert_dim"),
             )
 
-        return parallel.by_rows(expert, x_BTD, choice, self._weights(x_BTD.dtype))
+        return parallel.by_rows(expert, x_BTD, choice, self._weights(x_BTD.dtype), layout=layout)
 
     def _within(self, x_BTD: jax.Array, choice: Choice, capacity: int) -> jax.Array:
-        """The same of tokens in their experts' slots, of which every expert has as many of every example; 0 where there is no room.
+        """Return the same of tokens in experts' slots, of which every expert has as many of every example; 0 where there is no room.
 
         Gates weigh the hidden layer, before the last matrix: their gradient then asks for no output again, nor for its way back.
         """
+        layout = parallel.over_examples(self.layout, len(x_BTD))
 
         def expert(x_NECD: jax.Array, gates_NEC: jax.Array, weights: parallel.Weights) -> jax.Array:
             def product(x: jax.Array, w: jax.Array) -> jax.Array:
                 return jnp.einsum("neci,eio->neco", x, w)
 
-            gates_NEC1 = gates_NEC[..., None]
-            return self._expert(x_NECD, product, lambda y, b: y + b[:, None], weights, parallel.summed, gates_NEC1)
+            return self._expert(
+                x_NECD,
+                product,
+                lambda y, b: y + b[:, None],
+                weights,
+                hidden=layout.names("expert_dim"),
+                gates=gates_NEC[..., None],
+            )
 
-        return parallel.by_slots(expert, x_BTD, choice, capacity, self._weights(x_BTD.dtype))
+        return parallel.by_slots(expert, x_BTD, choice, capacity, self._weights(x_BTD.dtype), layout=layout)
 
     def _weights(self, dtype: Any) -> parallel.Weights:
         """By name, in the type of products."""
@@ -92,12 +114,24 @@ class Experts(nnx.Module):
         product: Callable[[jax.Array, jax.Array], jax.Array],
         plus: Callable[[jax.Array, jax.Array], jax.Array],
         weights: parallel.Weights,
-        summed: Callable[[jax.Array], jax.Array],
+        *,
+        hidden: tuple[str, ...],
         gates: jax.Array | None = None,
     ) -> jax.Array:
+        """Return the output of experts.
+
+        Args:
+            x: tokens, as `product` takes them.
+            product: of tokens and a matrix of every expert.
+            plus: adds a bias of every expert.
+            weights: of the experts, by name.
+            hidden: mesh axes that split their hidden layer, over whose devices outputs are summed.
+            gates: what the hidden layer is multiplied by.
+        """
+
         def projected(x: jax.Array, name: str) -> jax.Array:
             y, bias = product(x, weights[name]), weights.get(f"{name}_bias")
-            y = summed(y) if name == "down" else y
+            y = parallel.summed(y, hidden) if name == "down" else y
             return y if bias is None else plus(y, bias)
 
         h, kind = projected(x, "up"), self.config.activation
@@ -107,5 +141,5 @@ class Experts(nnx.Module):
             h = jax.nn.relu(h) if kind == "relu" else jax.nn.gelu(h, approximate=kind != "gelu_exact")
         if gates is None:
             return projected(h, "down")
-        y, bias = summed(product(h * gates, weights["down"])), weights.get("down_bias")
+        y, bias = parallel.summed(product(h * gates, weights["down"]), hidden), weights.get("down_bias")
         return y if bias is None else y + plus(jnp.zeros_like(y), bias) * gates

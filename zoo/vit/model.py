@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, Reading, biased, project
 from mupax.zoo.layers.stack import routed_stack
+from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.vit.config import ViTConfig
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ def _stem(config: ViTConfig, init: Init) -> Stem | None:
 class ViT(nnx.Module):
     """Images [B, image_size, image_size, channels] to float32 logits [B, num_classes]."""
 
-    gathers = True
-    """Parameters are read by a layout (`mupax.zoo.manual`)."""
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -64,7 +63,7 @@ class ViT(nnx.Module):
             position_TD = jnp.asarray(sines(self.config))
         else:
             position_TD = self.position[...]
-        return partition.constrain(h_BTD + position_TD.astype(h_BTD.dtype), "batch", "sequence", None)
+        return self.layout.constrain(h_BTD + position_TD.astype(h_BTD.dtype), ("batch", "sequence", None))
 
     def _patches(self, images_BHWC: jax.Array) -> jax.Array:
         """Return what the stream has of every patch, [B, P, D]."""
@@ -76,11 +75,11 @@ class ViT(nnx.Module):
         patch = self.config.patch_size
         x_BGGSSC = images_BHWC.reshape(batch, grid, patch, grid, patch, channels).swapaxes(2, 3)
         x_BPI = x_BGGSSC.reshape(batch, grid * grid, patch * patch * channels).astype(self.config.compute.dtype)
-        h_BPD = project(x_BPI, self.patch[...])
+        h_BPD = project(x_BPI, self.patch[...], layout=self.layout)
         return biased(h_BPD, self.patch_bias)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        return self.reading(images_BHWC).logits()
+        return self.reading(images_BHWC).logits(self.layout)
 
     def reading(self, images_BHWC: jax.Array, scales: jax.Array | None = None) -> Reading:
         """What the readout is taken of.
@@ -89,17 +88,25 @@ class ViT(nnx.Module):
             images_BHWC: images.
             scales: what every branch is taken times, float32 [B, layers, 2]; all of them once unless given.
         """
-        h_BTD = self.embed(images_BHWC)
-        return self._reading(*routed_stack(self.block, h_BTD, self.config.depth, self.config.compute, scale_BL2=scales))
+        h_BTD, routing = routed_stack(
+            self.block,
+            self.embed(images_BHWC),
+            self.config.depth,
+            self.config.compute,
+            scale_BL2=scales,
+            layout=self.layout,
+        )
+        return self._reading(h_BTD, routing)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
-        return self._reading(h_BTD).logits()
+        return self._reading(h_BTD).logits(self.layout)
 
     def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
         features_BD, weight = self._pooled(self.norm(h_BTD)), self.readout[...]
         if self.pre_logits is not None:
             w = self.pre_logits[...]
-            y_BD = biased(project(features_BD, w.reshape(-1, w.shape[-1])), self.pre_logits_bias)
+            y_BD = project(features_BD, w.reshape(-1, w.shape[-1]), layout=self.layout)
+            y_BD = biased(y_BD, self.pre_logits_bias)
             features_BD = jnp.tanh(y_BD)
         bias = None if self.readout_bias is None else self.readout_bias[...]
         return Reading(features_BD, weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing)

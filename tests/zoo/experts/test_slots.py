@@ -49,7 +49,12 @@ def test_slots_have_their_tokens_and_no_other() -> None:
 
 
 def by_masks(
-    expert: Callable[..., jax.Array], x_BTD: jax.Array, choice: Choice, capacity: int, weights: parallel.Weights
+    expert: Callable[..., jax.Array],
+    x_BTD: jax.Array,
+    choice: Choice,
+    capacity: int,
+    weights: parallel.Weights,
+    **_: Any,
 ) -> jax.Array:
     """Every token through every expert, times its gate where it has room."""
     experts_E1 = jnp.arange(len(weights["up"]))[:, None, None, None]
