@@ -16,20 +16,10 @@ from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, Reading, biased, project
 from mupax.zoo.layers.stack import routed_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
-from mupax.zoo.vit.config import ViTConfig
+from mupax.zoo.vit.config import Convolution, ViTConfig
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.routing import Routing
-    from mupax.zoo.vit.stem import Stem
-
-
-def _stem(config: ViTConfig, init: Init) -> Stem | None:
-    """Return the convolutions that make patches; None where one matrix does."""
-    if config.stem is None:
-        return None
-    from mupax.zoo.vit.stem import Stem  # few models have one
-
-    return Stem(config, init.scope("stem"))
 
 
 class ViT(nnx.Module):
@@ -42,7 +32,8 @@ class ViT(nnx.Module):
         init = Init(config, rngs)
         self.patch = init.maybe("patch")
         self.patch_bias = init.maybe("patch_bias")
-        self.stem = _stem(config, init)
+        # Convolutions make the patches of some models, one matrix those of the others.
+        self.stem = None if config.stem is None else Stem(config, init.scope("stem"))
         self.cls, self.position = init.maybe("cls"), init.maybe("position")
         self.block = Block(config, init.scope("block"))
         self.norm = Norm(config.norm, init.scope("norm"), config.norm_eps)
@@ -122,3 +113,46 @@ class ViT(nnx.Module):
         # Both vectors of a feature are neighbours: where devices split features, each has both.
         vectors_BD2 = jnp.stack([h_BTD[:, 0], mean_BD], axis=-1)
         return vectors_BD2.reshape(len(vectors_BD2), -1)
+
+
+# Convolutions that make patches of an image (Xiao et al. 2021). H height, W width, C channels, K a kernel's pixels, O channels out.
+
+
+class Stem(nnx.Module):
+    """Convolutions with a norm over channels and a GELU after each; a padded border keeps sides multiples of the strides."""
+
+    def __init__(self, config: ViTConfig, init: Init) -> None:
+        self.config = config
+        self.first = init.param("first")
+        self.second = init.param("second")
+        self.third = init.maybe("third")
+        self.first_norm = Norm(config.norm, init.scope("first_norm"), config.norm_eps, "gelu")
+        self.second_norm = Norm(config.norm, init.scope("second_norm"), config.norm_eps, "gelu")
+        third_norm = Norm(config.norm, init.scope("third_norm"), config.norm_eps, "gelu")
+        self.third_norm = None if self.third is None else third_norm
+
+    def __call__(self, images_BHWC: jax.Array) -> jax.Array:
+        """Return the patches, [B, H / patch_size, W / patch_size, width]."""
+        x_BHWC = images_BHWC.astype(self.config.compute.dtype)
+        layers = ((self.first, self.first_norm), (self.second, self.second_norm), (self.third, self.third_norm))
+        for convolution, (weight, norm) in zip(self.config.convolutions, layers, strict=False):
+            assert weight is not None
+            assert norm is not None
+            x_BHWC = norm(convolve(x_BHWC, weight[...], convolution))
+        return x_BHWC
+
+
+def convolve(x_BHWC: jax.Array, weight: jax.Array, convolution: Convolution) -> jax.Array:
+    """Return the convolution, [B, H / stride, W / stride, channels that it writes].
+
+    Args:
+        x_BHWC: sides are multiples of the stride.
+        weight: [K * C, channels], or [K, C, channels], with the kernel's rows first.
+        convolution: says kernel and stride.
+    """
+    kernel = convolution.kernel
+    weight_KKCO = weight.reshape(kernel, kernel, x_BHWC.shape[-1], weight.shape[-1]).astype(x_BHWC.dtype)
+    strides = (convolution.stride, convolution.stride)
+    return jax.lax.conv_general_dilated(
+        x_BHWC, weight_KKCO, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
