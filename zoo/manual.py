@@ -29,7 +29,8 @@ def inside(layout: Layout, definition: Definition) -> Manual | None:
     """Return the layout inside of which a model's gradients are taken, or None if no parameter is split by the batch's devices.
 
     The layout is also None in two other cases, which are left to the compiler: devices split anything but examples (positions,
-    heads), or the module has no field `layout`, through which the zoo's models read their parameters.
+    heads), or the module lacks the field `layout`, through which the zoo's models read their parameters, or a method `reading`,
+    whose readout the loss gathers.
 
     Args:
         layout: the one outside.
@@ -41,12 +42,12 @@ def inside(layout: Layout, definition: Definition) -> Manual | None:
     if not split or other_axes:
         return None
     module: Any = getattr(definition.graph.nodes[0], "type", None)
-    if has_layout(module):
+    if has_layout(module) and hasattr(module, "reading"):
         return manual
     if getattr(module, "gathers", False):
         warnings.warn(
             f"{module.__name__}.gathers is deprecated and the compiler gathers the model's parameters; write "
-            "`layout: Layout = ONE_DEVICE` in the class instead, and pass self.layout on",
+            "`layout: Layout = ONE_DEVICE` in the class instead, and a method `reading` that returns a Reading",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -108,6 +108,18 @@ class GatheredConfig(MixerConfig):
         return Gathered(self, rngs)
 
 
+class Placed(Mixer):
+    """The example with the field alone, whose readout nothing would gather."""
+
+    layout: Layout = ONE_DEVICE
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedConfig(MixerConfig):
+    def module(self, rngs: nnx.Rngs) -> Placed:
+        return Placed(self, rngs)
+
+
 def step_of(config: type[MixerConfig]) -> Program:
     model = config(width=16, depth=2, image_size=4, patch_size=2, channels=1, num_classes=8)
     run = Config(
@@ -127,7 +139,7 @@ def primitives(jaxpr: Any) -> set[str]:
     return {equation.primitive.name for equation in jaxpr.eqns}.union(*map(primitives, inner))
 
 
-def test_a_users_module_has_its_parameters_gathered_by_hand_if_it_has_the_field() -> None:
+def test_a_users_module_has_its_parameters_gathered_by_hand_if_it_reads_them_so() -> None:
     random = np.random.default_rng(1)
     images, targets = random.standard_normal((8, 4, 4, 1)), random.integers(0, 8, 8)
     batch = {"inputs": images.astype(np.float32), "targets": targets.astype(np.int32), "weights": np.ones(8, "f4")}
@@ -142,6 +154,7 @@ def test_a_users_module_has_its_parameters_gathered_by_hand_if_it_has_the_field(
     assert by_hand == [False, True]
     np.testing.assert_allclose(losses[:2], losses[2:], rtol=1e-5)
     assert losses[1] != losses[0]  # the control: the step changes the model
+    assert "shard_map" not in primitives(step_of(PlacedConfig).trace_train().jaxpr.jaxpr)
 
 
 @pytest.mark.core
