@@ -236,3 +236,24 @@ def test_allowed_imports_pass(path: str, source: str):
 def test_no_file_is_a_bag_of_things():
     bags = [path for path in sources() if Path(path).stem in ("utils", "util", "common", "helpers", "helper", "misc")]
     assert not bags
+
+
+def context_variables(source: str) -> list[str]:
+    """Return the imports through which a source could keep a value that its functions read without being given it."""
+    modules = [module for module, _ in imports(source)]
+    return [module for module in modules if module.split(".")[0] in ("contextvars", "threading")]
+
+
+def test_a_model_reads_nothing_that_it_is_not_given():
+    """The layout on the mesh was a `ContextVar` once, so that a model saw whichever was set when it was called."""
+    zoo = [path for path in sources() if path.startswith("zoo/")]
+    assert len(zoo) > 40
+    assert [path for path in zoo if context_variables((ROOT / path).read_text())] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["from contextvars import ContextVar", "def f():\n    import contextvars", "from threading import local"],
+)
+def test_control_a_context_variable_is_seen(source: str):
+    assert context_variables(source)

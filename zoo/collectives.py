@@ -6,8 +6,9 @@ import math
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from mupax.zoo.partition import current
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 
 def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
@@ -25,7 +26,7 @@ def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Arra
     return x
 
 
-def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int, *, layout: Layout = ONE_DEVICE) -> jax.Array:
     """This device's part, along a dimension, of the sum of x over mesh axes: what turns `all_gather` around.
 
     Where `Layout.rings` says so over one dimension of a torus at a time: over several at once the TPU compiler sums everything
@@ -36,12 +37,13 @@ def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.
         x: whole along the dimension, on every device.
         names: of the mesh axes, the first one outermost; none: x as it is.
         dimension: that is split.
+        layout: of the mesh that has these axes.
     """
-    if names and current().gradient_dtype:
-        return current().exchange(x, names, dimension)
-    if current().rings:
-        rings = _rings(names)
-    elif current().platform == "tpu":
+    if names and layout.gradient_dtype:
+        return layout.exchange(x, names, dimension)
+    if layout.rings:
+        rings = _rings(layout.mesh, names)
+    elif layout.platform == "tpu":
         rings = [(name, None) for name in names]
     else:
         rings = [(names, None)] if names else []
@@ -50,9 +52,9 @@ def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.
     return x
 
 
-def _rings(names: tuple[str, ...]) -> list[tuple[str, list[list[int]] | None]]:
+def _rings(mesh: Mesh, names: tuple[str, ...]) -> list[tuple[str, list[list[int]] | None]]:
     """Mesh axes, outermost first, each cut into the dimensions of the torus that it spans: groups of indices along it."""
-    mesh, rings = current().mesh, []
+    rings = []
     for name in names:
         sizes = torus(np.moveaxis(mesh.devices, mesh.axis_names.index(name), -1).reshape(-1, mesh.shape[name])[0])
         places = np.arange(mesh.shape[name]).reshape(sizes)

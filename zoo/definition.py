@@ -20,9 +20,9 @@ import numpy as np
 from flax import nnx
 
 from mupax.presets.roles import ZERO, ParamSpec, PresetError
-from mupax.zoo import partition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.layers.initial import initial_value
+from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 Arrays = dict[str, Any]
 """Parameter (or factor) name to array, or to its shape: what the step, the optimizer and checkpoints see."""
@@ -121,7 +121,7 @@ class Definition:
     factors: dict[str, dict[str, Any]]
     sizes: dict[str, int]
 
-    def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any]) -> nnx.Module:
+    def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE) -> nnx.Module:
         """The model with these numbers; multipliers must already be in `params` (see `apply`).
 
         A skip factor that is not given is the constant 1, which the compiler removes. As data it would cost a twentieth of
@@ -130,14 +130,25 @@ class Definition:
         Args:
             params: arrays by name.
             factors: numbers of the forward pass by name (`mupax.train.core.factors.Factors.forward`).
+            layout: how arrays lie on devices. Modules with a field `layout` get it; a module without one computes as on one device.
         """
         ones = {n: np.ones(f["shape"], np.float32) for n, f in self.factors.items() if f["kind"] == "skip"}
         variables = {name: Factor(value) for name, value in {**ones, **factors}.items()}
-        params = partition.current().early(params, self.specs)
+        params = layout.early(params, self.specs)
         variables |= {name: nnx.Param(value, spec=self.specs[name]) for name, value in params.items()}
-        return nnx.merge(self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()}))
+        module = nnx.merge(self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()}))
+        if layout is not ONE_DEVICE:
+            place(module, layout)
+        return module
 
-    def model(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays) -> Any:
+    def model(
+        self,
+        params: Mapping[str, jax.Array],
+        multipliers: Arrays,
+        factors: Arrays,
+        *,
+        layout: Layout = ONE_DEVICE,
+    ) -> Any:
         """The model with every parameter taken as multiplier * w.
 
         Of a matrix that a layout reads by layer the product is taken there. Before the loop over layers the compiler would keep
@@ -146,24 +157,30 @@ class Definition:
         Args:
             params: as they are stored, w.
             multipliers: float32 [] or [layers], by the same names.
-            factors: as `bind`.
+            factors, layout: as `bind`.
         """
-        layout = partition.current()
         by_layer = {name: w for name, w in params.items() if layout.by_layer(self.specs[name])}
         rest = {name: w for name, w in params.items() if name not in by_layer}
         later = {n: Product(w, jnp.broadcast_to(multipliers[n], w.shape[:1])) for n, w in by_layer.items()}
-        return self.bind({**multiplied(rest, multipliers), **later}, factors)
+        return self.bind({**multiplied(rest, multipliers), **later}, factors, layout=layout)
 
-    def apply(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays, *inputs: jax.Array) -> Any:
-        """`model(params, multipliers, factors)(*inputs)`: float32 logits.
+    def apply(
+        self,
+        params: Mapping[str, jax.Array],
+        multipliers: Arrays,
+        factors: Arrays,
+        *inputs: jax.Array,
+        layout: Layout = ONE_DEVICE,
+    ) -> Any:
+        """Return `model(params, multipliers, factors, layout=layout)(*inputs)`: float32 logits.
 
         Args:
             params: as they are stored.
             multipliers: as `model`.
-            factors: as `bind`.
+            factors, layout: as `bind`.
             *inputs: what the module's call takes: tokens [batch, position], or images [batch, height, width, channel].
         """
-        return self.model(params, multipliers, factors)(*inputs)
+        return self.model(params, multipliers, factors, layout=layout)(*inputs)
 
     def initialize(
         self, seed: jax.Array | int, stds: Mapping[str, jax.Array | float], draw: Callable | None = None

@@ -7,6 +7,7 @@ layers beside the rest of the backward pass, in the way that suits the network (
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,20 +17,20 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from mupax.presets.roles import VECTORS, ParamSpec, Role
-from mupax.zoo import partition
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.definition import Definition, Product
-from mupax.zoo.partition import Axes, Layout
+from mupax.zoo.partition import Axes, Layout, has_layout
 
 Splits = tuple[tuple[str, ...], ...]
 """Mesh axes of every dimension."""
 
 
 def inside(layout: Layout, definition: Definition) -> Manual | None:
-    """The layout inside of which a model's gradients are taken; None where no parameter is split by the batch's devices.
+    """Return the layout inside of which a model's gradients are taken, or None if no parameter is split by the batch's devices.
 
-    Also None where devices split anything but examples (positions, heads), which is the compiler's to arrange, and for a module
-    that does not say that it reads its parameters through a layout, as the zoo's do (`gathers`).
+    The layout is also None in two other cases, which are left to the compiler: devices split anything but examples (positions,
+    heads), or the module lacks the field `layout`, through which the zoo's models read their parameters, or a method `reading`,
+    whose readout the loss gathers.
 
     Args:
         layout: the one outside.
@@ -38,8 +39,19 @@ def inside(layout: Layout, definition: Definition) -> Manual | None:
     manual = Manual(layout, definition.sizes)
     other_axes = {name for axis in layout.rules for name in layout.names(axis)} - set(manual.batch)
     split = any(part for spec in definition.specs.values() for part in manual.splits(spec.axes))
-    module = getattr(definition.graph.nodes[0], "type", None)
-    return manual if split and not other_axes and getattr(module, "gathers", False) else None
+    if not split or other_axes:
+        return None
+    module: Any = getattr(definition.graph.nodes[0], "type", None)
+    if has_layout(module) and hasattr(module, "reading"):
+        return manual
+    if getattr(module, "gathers", False):
+        warnings.warn(
+            f"{module.__name__}.gathers is deprecated and the compiler gathers the model's parameters; write "
+            "`layout: Layout = ONE_DEVICE` in the class instead, and a method `reading` that returns a Reading",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    return None
 
 
 class Manual(Layout):
@@ -91,7 +103,7 @@ class Manual(Layout):
         splits = self.splits(axes)
         own = {name for axis, names in zip(axes, splits, strict=True) if axis in copies for name in names}
         splits = tuple(() if axis in copies else names for axis, names in zip(axes, splits, strict=True))
-        return _gather(splits, tuple(name for name in self.batch if name not in own), w)
+        return _gather(self, splits, tuple(name for name in self.batch if name not in own), w)
 
     def layer(self, state: Any, dtype: Any) -> Any:
         """Its matrices times their multipliers, gathered, in the type of their products; vectors are whole already.
@@ -136,7 +148,7 @@ class Manual(Layout):
         rows, columns = self.splits(axes)
         if rows or not columns:
             return self.gather(table, axes)[index]
-        table = _gather(((), ()), tuple(name for name in self.batch if name not in columns), table)
+        table = _gather(self, ((), ()), tuple(name for name in self.batch if name not in columns), table)
         entries = table[jax.lax.all_gather(index, columns, tiled=True)]
         return jax.lax.all_to_all(entries, columns, split_axis=0, concat_axis=entries.ndim - 1, tiled=True)
 
@@ -159,37 +171,32 @@ class Manual(Layout):
         return rows, (*tokens, *(name for name in self.batch if name not in rows))
 
     def mapped(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
-        """`function` inside of `shard_map`, with this layout.
+        """Return `function` inside of `shard_map`; it passes this layout to what it calls.
 
         Args:
             function: of parts.
             inputs, outputs: specs of its arguments and results.
         """
-
-        def inside(*parts: Any) -> Any:
-            with partition.using(self):
-                return function(*parts)
-
-        return jax.shard_map(inside, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
-def _whole(splits: Splits, batch: tuple[str, ...], w: jax.Array) -> jax.Array:
-    del batch
+def _whole(layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array) -> jax.Array:
+    del layout, batch  # of the gradient alone
     for dimension, names in enumerate(splits):
         w = all_gather(w, names, dimension)
     return w
 
 
-_gather = jax.custom_vjp(_whole, nondiff_argnums=(0, 1))
+_gather = jax.custom_vjp(_whole, nondiff_argnums=(0, 1, 2))
 
 
-def _forward(splits: Splits, batch: tuple[str, ...], w: jax.Array) -> tuple[jax.Array, None]:
-    return _whole(splits, batch, w), None
+def _forward(layout: Layout, splits: Splits, batch: tuple[str, ...], w: jax.Array) -> tuple[jax.Array, None]:
+    return _whole(layout, splits, batch, w), None
 
 
-def _backward(splits: Splits, batch: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+def _backward(layout: Layout, splits: Splits, batch: tuple[str, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
     for dimension, names in enumerate(splits):
-        g = reduce_scatter(g, names, dimension)
+        g = reduce_scatter(g, names, dimension, layout=layout)
     rest = tuple(name for name in batch if not any(name in names for names in splits))
     return (jax.lax.psum(g, rest) if rest else g,)
 

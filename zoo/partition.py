@@ -1,21 +1,25 @@
 """How activations lie on devices. Models name logical axes; whoever runs them says, by a `Layout`, what the names mean.
 
 Logical axes of activations: batch, sequence, and those that parameters have too (heads, kv_heads, mlp, vocab, classes);
-None is an axis that no device splits. Without a layout there is one device, of the default backend.
+None is an axis that no device splits.
+
+A layout is passed on as an argument: `definition.model(params, multipliers, factors, layout=layout)` sets it on every module
+that has a static field `layout`, and functions take it as a keyword. The default is `ONE_DEVICE`, for which a module of your
+own without the field is written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Axes = tuple[str | None, ...]
@@ -27,8 +31,11 @@ LANES = 128
 class Layout:
     """A mesh, and which of its axes split each logical axis.
 
+    A layout is equal to itself alone and has the hash of its identity, so that modules can keep it as a static field.
+
     Args:
-        mesh: the devices, which need not be this machine's.
+        mesh: the devices, which need not be this machine's. None is the first device of the default backend, looked up when it is
+            first asked for.
         rules: logical axis to mesh axes, the first one outermost; an axis without any is whole on every device. Where two
             dimensions of one array want the same mesh axis, the first one takes it.
     """
@@ -47,12 +54,25 @@ class Layout:
     policy: Callable[..., bool] | None = None
     """What the backward pass of a layer that recomputes nothing may keep, where that is not everything."""
 
-    def __init__(self, mesh: Mesh, rules: Mapping[str, tuple[str, ...]]) -> None:
-        self.mesh, self.rules = mesh, rules
-        self.platform: str = mesh.devices.flat[0].platform
-        """cpu, gpu or tpu."""
-        self.kind: str = mesh.devices.flat[0].device_kind
-        """As JAX calls its devices."""
+    def __init__(self, mesh: Mesh | None, rules: Mapping[str, tuple[str, ...]]) -> None:
+        self.rules = rules
+        if mesh is not None:
+            self.mesh = mesh
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return Mesh(np.array(jax.devices()[:1]), "data")
+
+    @functools.cached_property
+    def platform(self) -> str:
+        """Platform of the devices: cpu, gpu or tpu."""
+        return self.mesh.devices.flat[0].platform
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """Name that JAX gives to this kind of device."""
+        return self.mesh.devices.flat[0].device_kind
 
     def names(self, axis: str | None) -> tuple[str, ...]:
         """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
@@ -185,29 +205,36 @@ def _is_axes(node: Any) -> bool:
     return type(node) is tuple and all(axis is None or isinstance(axis, str) for axis in node)
 
 
-_CURRENT: ContextVar[Layout | None] = ContextVar("layout", default=None)
+ONE_DEVICE = Layout(None, {})
+"""Layout of one device of the default backend, which splits nothing."""
 
 
-@contextlib.contextmanager
-def using(layout: Layout | None) -> Iterator[None]:
-    """Trace models for this layout."""
-    token = _CURRENT.set(layout)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+def place(module: nnx.Module, layout: Layout) -> None:
+    """Set the field `layout` of a module, and of every module in it that has the field.
+
+    Args:
+        module: may be one that was merged while a function is traced.
+        layout: how its activations lie on devices.
+    """
+    for _, part in nnx.iter_modules(module):
+        if has_layout(part):
+            setattr(part, "layout", layout)  # noqa: B010  # not every module declares the field
+
+
+def has_layout(module: Any) -> bool:
+    """Return whether a module, or a class of modules, reads its parameters through a field `layout`."""
+    return isinstance(getattr(module, "layout", None), Layout)
 
 
 def current() -> Layout:
-    """The layout being traced for."""
-    return _CURRENT.get() or _one_device()
+    """Return `ONE_DEVICE`, as a module without a layout of its own sees the devices.
 
-
-@functools.cache
-def _one_device() -> Layout:
-    return Layout(Mesh(np.array(jax.devices()[:1]), "data"), {})
-
-
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """x, laid out by the logical axes of its dimensions."""
-    return current().constrain(x, axes)
+    Deprecated: give the module a field, `layout: Layout = ONE_DEVICE`, and read that.
+    """
+    warnings.warn(
+        "mupax.zoo.partition.current() is deprecated and always gives ONE_DEVICE; write `layout: Layout = ONE_DEVICE` in the "
+        "module's class and read self.layout",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return ONE_DEVICE

@@ -15,7 +15,6 @@ from mupax.train.core.compile import _unplaced
 from mupax.train.core.costs import losses
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.sharding import abstract_batch
-from mupax.zoo import partition
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.experts.config import RoutingConfig
@@ -89,13 +88,11 @@ def lowered(program: Program) -> str:
     """Return the text of the training step, of the evaluation step and of the logits."""
 
     def evaluate(params: Any, inputs: Any, batch: Any) -> Any:
-        with partition.using(program.layout):
-            return step.batch_sums(program.definition, params, inputs, batch)
+        return step.batch_sums(program.definition, params, inputs, batch, layout=program.layout)
 
     def logits(params: Any, inputs: Any, batch: Any) -> Any:
         context = {name: value for name, value in batch.items() if name not in NOT_CONTEXT}
-        with partition.using(program.layout):
-            return step.logits_of(program.definition, params, inputs, batch["inputs"], **context)
+        return step.logits_of(program.definition, params, inputs, batch["inputs"], layout=program.layout, **context)
 
     config = program.config
     batch = abstract_batch(config.model, config.eval_batch_size, config.data)

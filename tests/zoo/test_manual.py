@@ -54,7 +54,7 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
 
     def scatter_and_gather(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         mine = x * jax.lax.axis_index("fsdp")
-        part = collectives.reduce_scatter(mine, ("fsdp",), 0)
+        part = collectives.reduce_scatter(mine, ("fsdp",), 0, layout=layout)
         return part, collectives.all_gather(part, ("fsdp",), 0)
 
     part, whole = jax.jit(layout.mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
@@ -63,7 +63,7 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
     # The control: the dimensions in another order give every device another's part.
     if len(sizes) > 1:
         rings = collectives._rings
-        monkeypatch.setattr(collectives, "_rings", lambda names: rings(names)[::-1])
+        monkeypatch.setattr(collectives, "_rings", lambda mesh, names: rings(mesh, names)[::-1])
         part, _ = jax.jit(layout.mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
         assert not np.array_equal(part, 28 * WEIGHTS)
 
@@ -76,7 +76,7 @@ def test_over_two_mesh_axes_a_part_is_that_of_both_at_once(platform: str) -> Non
     layout.platform = platform
 
     def scatter_and_gather(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        part = collectives.reduce_scatter(x * jax.lax.axis_index(names), names, 0)
+        part = collectives.reduce_scatter(x * jax.lax.axis_index(names), names, 0, layout=layout)
         return part, collectives.all_gather(part, names, 0)
 
     mapped = jax.jit(layout.mapped(scatter_and_gather, P(), (P(names), P())))
@@ -92,7 +92,7 @@ def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...])
     split = P(None, names)
 
     def part(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mine = collectives.reduce_scatter(x[0], names, 1)
+        mine = collectives.reduce_scatter(x[0], names, 1, layout=layout)
         summed = jax.lax.psum_scatter(x[0].astype(jnp.bfloat16), names, scatter_dimension=1, tiled=True)
         return (jax.lax.psum(mine, "data"), summed) if names == ("fsdp",) else (mine, summed)
 
@@ -108,7 +108,7 @@ def gradient(mesh: MeshConfig, summed: tuple[str, ...] | None = None) -> jax.Arr
     split, splits = layout.spec(("embed", "classes")), layout.splits(("embed", "classes"))
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        w = layout.gather(w, ("embed", "classes")) if summed is None else manual._gather(splits, summed, w)
+        w = layout.gather(w, ("embed", "classes")) if summed is None else manual._gather(layout, splits, summed, w)
         return jnp.sum(jnp.square(x @ w))
 
     return jax.jit(layout.mapped(jax.grad(loss), (split, P(layout.batch)), split))(WEIGHTS, INPUTS)

@@ -17,7 +17,6 @@ import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
-from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig
 from mupax.zoo.definition import Arrays, define, definition
 from mupax.zoo.layers.stack import REMAT, UNROLLED_DEPTH, runs_as_scan
@@ -150,9 +149,9 @@ def test_auto_unrolls_on_cpu_alone() -> None:
     compute = ComputeConfig()
     assert not runs_as_scan(compute, UNROLLED_DEPTH)
     assert runs_as_scan(compute, UNROLLED_DEPTH + 1)
-    with partition.using(Device()):  # pyright: ignore
-        assert runs_as_scan(compute, 2)
-        assert not runs_as_scan(dataclasses.replace(compute, layers="unrolled"), 2)
+    tpu: Any = Device()
+    assert runs_as_scan(compute, 2, layout=tpu)
+    assert not runs_as_scan(dataclasses.replace(compute, layers="unrolled"), 2, layout=tpu)
 
 
 @pytest.mark.core

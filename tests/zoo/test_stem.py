@@ -19,7 +19,7 @@ from mupax.zoo import flops
 from mupax.zoo.configs import ConfigError, ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.vit.config import Convolution
-from mupax.zoo.vit.stem import convolve
+from mupax.zoo.vit.model import convolve
 
 MODEL = ViTConfig(
     width=32, depth=1, num_heads=2, image_size=16, patch_size=8, channels=3, num_classes=5, stem=3, norm="rmsnorm", bias=False

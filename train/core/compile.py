@@ -13,7 +13,6 @@ from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.state import Batch, StepInputs, TrainState, shardings_of
 from mupax.train.core.step import batch_sums, logits_of, make_train_step
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
 
 
@@ -74,8 +73,7 @@ def compile_eval_step(
     params = abstract.evaluated if formats is None else _unplaced(abstract.evaluated)
 
     def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> LossSums:
-        with partition.using(layout):
-            return batch_sums(definition, params, run, batch, metrics=on_devices(training=False))
+        return batch_sums(definition, params, run, batch, metrics=on_devices(training=False), layout=layout)
 
     jitted = jax.jit(
         evaluate,
@@ -95,8 +93,7 @@ def compile_logits(
     """
 
     def logits(params: Arrays, run: StepInputs, batch: Batch) -> jax.Array:
-        with partition.using(layout):
-            return logits_of(definition, params, run, batch["inputs"])
+        return logits_of(definition, params, run, batch["inputs"], layout=layout)
 
     jitted = jax.jit(
         logits,

@@ -21,9 +21,9 @@ import optax
 from mupax.train.config.metrics import NO_METRICS, Metric, TokenStatistics
 from mupax.train.core.costs import losses
 from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
-from mupax.zoo import partition
 from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.linear import Reading
+from mupax.zoo.partition import ONE_DEVICE, Axes, Layout
 
 
 def cross_entropy(
@@ -36,6 +36,7 @@ def cross_entropy(
     labels: jax.Array | None = None,
     z_loss: jax.Array | None = None,
     metrics: Mapping[str, Metric] = NO_METRICS,
+    layout: Layout = ONE_DEVICE,
 ) -> LossSums:
     """Return the summed cross-entropy (nats) of a readout, and the sums of metrics.
 
@@ -50,19 +51,19 @@ def cross_entropy(
         z_loss: float32 [], what logsumexp(logits)^2 of every target that counts is taken times and added to the loss
             (Chowdhery et al. 2022, PaLM, section 5); None adds nothing.
         metrics: by name, those to sum besides the loss; each has a `total`.
+        layout: how arrays lie on devices.
     """
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
-    plan = _plan(reading, targets, axes)
+    plan = _plan(reading, targets, axes, layout)
     how = "plain" if labels is not None else how
     way = losses.options(plan.work)[0] if how == "auto" else losses.way(plan.work, how)
     if way.kind == "plain" or not plan.scattered:
-        gather = partition.current().gather
-        reading = reading._replace(weight=gather(reading.weight, axes))
-        reference = reference and reference._replace(weight=gather(reference.weight, axes))
+        reading = reading._replace(weight=layout.gather(reading.weight, axes))
+        reference = reference and reference._replace(weight=layout.gather(reference.weight, axes))
     if way.kind == "plain":
-        logits = reading.logits()
+        logits = reading.logits(layout)
         if reference is not None:
-            logits = logits - jax.lax.stop_gradient(reference.logits())
+            logits = logits - jax.lax.stop_gradient(reference.logits(layout))
         return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
     plan = dataclasses.replace(
         plan,
@@ -129,9 +130,11 @@ class LossInputs(NamedTuple):
 class _Plan:
     """How the work lies on devices."""
 
+    layout: Layout
+    """Devices and their mesh."""
     work: losses.Work
     """What one device does."""
-    tokens: partition.Axes
+    tokens: Axes
     """Logical axes of the targets."""
     vocab: str | None
     """Logical axis of the vocabulary, None where it is whole."""
@@ -156,8 +159,8 @@ class _Plan:
         return self.work.rows
 
 
-def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
-    width, vocab, layout = reading.features.shape[-1], reading.weight.shape[1], partition.current()
+def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str], layout: Layout) -> _Plan:
+    width, vocab = reading.features.shape[-1], reading.weight.shape[1]
     # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
     tokens = tuple(
         axis if size % layout.ways(axis) == 0 else None
@@ -169,7 +172,7 @@ def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str]) -> _Plan:
     column = None if vocab % layout.ways(axes[1]) or set(layout.names(axes[1])) & set(summed) else axes[1]
     columns, itemsize = vocab // layout.ways(column), reading.features.dtype.itemsize
     work = losses.Work(rows, columns, width, itemsize, layout.platform, layout.kind, layout.room)
-    return _Plan(work, tokens, column, summed, scattered, shared, layout.names(column))
+    return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.names(column))
 
 
 def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[LossSums, Reading | None]:
@@ -196,8 +199,7 @@ def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[Loss
     )
     sums_axes = jax.tree.map(lambda _: (), no_sums(plan.metrics, inputs.z_loss))
     grads_axes = input_axes.reading._replace(cap=None) if with_grads else None
-    local = partition.current().local(local, (input_axes,), (sums_axes, grads_axes))
-    return local(inputs)
+    return plan.layout.local(local, (input_axes,), (sums_axes, grads_axes))(inputs)
 
 
 def _in_product_type(reading: Reading) -> Reading:

@@ -15,7 +15,6 @@ import numpy as np
 
 from mupax.presets.roles import ParamSpec
 from mupax.train.config.run import FaultsConfig
-from mupax.zoo import partition
 from mupax.zoo.definition import Arrays
 
 SPIKE_WARM_UP = 50
@@ -86,8 +85,8 @@ def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array)
     return keep, spike, Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True)))
 
 
-def applied(keep: jax.Array, update: Callable[..., tuple], before: tuple) -> tuple:
-    """`update(*before)` where a step is kept, else `before`; the same bits either way it is done.
+def applied(keep: jax.Array, update: Callable[..., tuple], before: tuple, *, platform: str) -> tuple:
+    """Return `update(*before)` if a step is kept, else `before`; the same bits either way it is done.
 
     On CPU by a branch, which writes every array where it lay. Chosen there element by element, what an update reads of the
     old state after its first write is copied, and it took six times as long. Accelerators fuse the choice into the
@@ -97,8 +96,9 @@ def applied(keep: jax.Array, update: Callable[..., tuple], before: tuple) -> tup
         keep: the verdict, bool [].
         update: the parts of the state to the same after the step.
         before: those parts.
+        platform: that is compiled for.
     """
-    if partition.current().platform == "cpu":
+    if platform == "cpu":
         return jax.lax.cond(keep, update, lambda *same: same, *before)
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), update(*before), before)
 

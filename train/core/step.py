@@ -5,7 +5,6 @@ Shapes: B batch, T positions, V vocabulary or classes. What a batch holds is sai
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,27 +21,36 @@ from mupax.train.core.factors import Factors
 from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.core.optimizer import apply_gradients
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
-from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
     from mupax.zoo.manual import Manual
 
 
 def logits_of(
-    definition: Definition, params: Arrays, run: StepInputs, inputs: jax.Array, **context: jax.Array
+    definition: Definition,
+    params: Arrays,
+    run: StepInputs,
+    inputs: jax.Array,
+    *,
+    layout: Layout = ONE_DEVICE,
+    **context: jax.Array,
 ) -> jax.Array:
-    """Logits, float32 [B, T, V] or [B, V], less those of the reference, where there is one (no gradient flows through it).
+    """Return logits, float32 [B, T, V] or [B, V], less those of the reference if there is one (no gradient flows through it).
 
     Args:
         definition, params, run, inputs: model, parameters as stored, factors of the forward pass, a batch's inputs.
+        layout: how arrays lie on devices.
         **context: what else of a batch the model reads.
     """
     multiplier, forward = run.factors.multiplier, run.factors.forward
-    logits = definition.model(params, multiplier, forward)(inputs, **context)
+    model = definition.model(params, multiplier, forward, layout=layout)
+    logits = model(inputs, **context)
     if run.reference is None:
         return logits
-    return logits - jax.lax.stop_gradient(definition.model(run.reference, multiplier, forward)(inputs, **context))
+    initial = definition.model(run.reference, multiplier, forward, layout=layout)
+    return logits - jax.lax.stop_gradient(initial(inputs, **context))
 
 
 def batch_sums(
@@ -53,28 +61,28 @@ def batch_sums(
     *,
     z_loss: jax.Array | None = None,
     metrics: Mapping[str, Metric] = NO_METRICS,
+    layout: Layout = ONE_DEVICE,
 ) -> LossSums:
     """Return the summed cross-entropy (nats), and the sums of metrics, of one (micro)batch.
 
     Args:
         definition, params, run, batch: as in `gradients`; whether a parameter is trained makes no difference.
         z_loss, metrics: as `cross_entropy` takes them; an evaluation has no z-loss.
+        layout: how arrays lie on devices.
     """
     inputs, targets, weights, labels = batch["inputs"], batch["targets"], batch["weights"], batch.get("labels")
     context = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
     chex.assert_equal_shape([targets, weights])
-    model = definition.model(params, run.factors.multiplier, run.factors.forward)
+    model = definition.model(params, run.factors.multiplier, run.factors.forward, layout=layout)
     if not hasattr(model, "reading"):  # not one of the zoo's
-        logits = logits_of(definition, params, run, inputs, **context)
+        logits = logits_of(definition, params, run, inputs, layout=layout, **context)
         chex.assert_shape(logits, (*targets.shape, None))
         return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
     reference = None
     if run.reference is not None:
         whole = {name: x for name, x in context.items() if name != "scales"}
-        reference = definition.model(run.reference, run.factors.multiplier, run.factors.forward).reading(
-            inputs, **whole
-        )
-        reference = reference._replace(routing=None)
+        initial = definition.model(run.reference, run.factors.multiplier, run.factors.forward, layout=layout)
+        reference = initial.reading(inputs, **whole)._replace(routing=None)
     reading = model.reading(inputs, **context)
     routing = reading.routing
     sums = cross_entropy(
@@ -86,43 +94,53 @@ def batch_sums(
         labels=labels,
         z_loss=z_loss,
         metrics=metrics,
+        layout=layout,
     )
     if routing is None:
         return sums
     # Of the mean weight, so that every device's tokens count alike.
-    return sums._replace(routing=routing.weighed(partition.current().mean(sums.weight)))
+    return sums._replace(routing=routing.weighed(layout.mean(sums.weight)))
 
 
 def gradients(
-    definition: Definition, params: Arrays, run: StepInputs, batch: Batch, accumulation_steps: int
+    definition: Definition,
+    params: Arrays,
+    run: StepInputs,
+    batch: Batch,
+    accumulation_steps: int,
+    *,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[Arrays, LossSums]:
-    """Gradient of the mean loss over the batch's targets, of the parameters that have a learning rate, and its `LossSums`.
+    """Return the gradient of the mean loss over the batch's targets, of the parameters that have a learning rate, and its `LossSums`.
 
     Args:
         definition, params, run: as in `logits_of`; the names in `run.factors.lr` are trained.
         batch, accumulation_steps: the global batch, and into how many microbatches, taken one after another, it is cut.
+        layout: how arrays lie on devices.
     """
-    inside, summed = _manual(definition), functools.partial(_summed, definition, accumulation_steps)
-    if inside is None:
-        grads, sums = summed(params, run, batch)
+    manual = _manual_layout(definition, layout)
+    if manual is None:
+        grads, sums = _summed_gradients(definition, params, run, batch, accumulation_steps, layout)
     else:
-        specs, whole = {name: inside.spec(spec.axes) for name, spec in definition.specs.items()}, PartitionSpec()
+        specs = {name: manual.spec(spec.axes) for name, spec in definition.specs.items()}
+        whole = PartitionSpec()
 
         def local(
             params: Arrays, factors: Factors, reference: Arrays | None, z_loss: Any, batch: Batch
         ) -> tuple[Arrays, LossSums]:
-            grads, sums = summed(params, run._replace(factors=factors, reference=reference, z_loss=z_loss), batch)
-            return grads, jax.lax.psum(sums, inside.batch)
+            own = run._replace(factors=factors, reference=reference, z_loss=z_loss)
+            grads, sums = _summed_gradients(definition, params, own, batch, accumulation_steps, manual)
+            return grads, jax.lax.psum(sums, manual.batch)
 
-        inputs = (specs, whole, specs if run.reference else whole, whole, PartitionSpec(inside.batch))
+        inputs = (specs, whole, specs if run.reference else whole, whole, PartitionSpec(manual.batch))
         outputs = ({name: spec for name, spec in specs.items() if name in run.factors.lr}, whole)
-        grads, sums = inside.mapped(local, inputs, outputs)(params, run.factors, run.reference, run.z_loss, batch)
+        mapped = manual.mapped(local, inputs, outputs)
+        grads, sums = mapped(params, run.factors, run.reference, run.z_loss, batch)
     return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
 
 
-def _manual(definition: Definition) -> Manual | None:
-    """The layout inside of which gradients are summed by hand; None where no parameter is split by the batch's devices."""
-    layout = partition.current()
+def _manual_layout(definition: Definition, layout: Layout) -> Manual | None:
+    """Return the layout inside of which gradients are summed by hand, or None if no parameter is split by the batch's devices."""
     if not {name for axis in definition.sizes for name in layout.names(axis)} & set(layout.names("batch")):
         return None
     from mupax.zoo import manual
@@ -130,15 +148,24 @@ def _manual(definition: Definition) -> Manual | None:
     return manual.inside(layout, definition)
 
 
-def _summed(
-    definition: Definition, accumulation_steps: int, params: Arrays, run: StepInputs, batch: Batch
+def _summed_gradients(
+    definition: Definition,
+    params: Arrays,
+    run: StepInputs,
+    batch: Batch,
+    accumulation_steps: int,
+    layout: Layout,
 ) -> tuple[Arrays, LossSums]:
-    """The same of the summed loss; of the examples of these devices alone inside of a `Manual` layout."""
+    """Return gradients of the summed loss, not yet divided by the number of targets, and the sums.
+
+    Under a `Manual` layout the gradients are already summed over devices; the sums are of this device's examples.
+    """
     trained = {name: w for name, w in params.items() if name in run.factors.lr}
+    metrics = on_devices(training=True)
 
     def summed(trained: Arrays, micro: Batch) -> tuple[jax.Array, LossSums]:
-        metrics = on_devices(training=True)
-        sums = batch_sums(definition, {**params, **trained}, run, micro, z_loss=run.z_loss, metrics=metrics)
+        merged = {**params, **trained}
+        sums = batch_sums(definition, merged, run, micro, z_loss=run.z_loss, metrics=metrics, layout=layout)
         total = sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
         return total, sums if sums.z is None else sums._replace(loss=sums.loss - run.z_loss * sums.z)
 
@@ -167,7 +194,7 @@ def make_train_step(
     definition: Definition,
     tx: optax.GradientTransformationExtraArgs,
     accumulation_steps: int = 1,
-    layout: partition.Layout | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
     """(state, inputs, batch) -> (state, metrics). A step that `nonfinite` rejects leaves all but its counters as they were.
 
@@ -179,17 +206,16 @@ def make_train_step(
     Args:
         definition, tx: the model, and the chain that turns gradients into updates (`optimizer.build`).
         accumulation_steps: microbatches of a step; the loss stays the mean over all their targets.
-        layout: how activations lie on a mesh; None on one device.
+        layout: how arrays lie on devices.
     """
 
     def step(state: TrainState, run: StepInputs, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        with partition.using(layout):
-            if run.drop is not None:
-                from mupax.zoo.layers import drop_path
+        if run.drop is not None:
+            from mupax.zoo.layers import drop_path
 
-                scales = drop_path.scales(run.drop, state.step, len(batch["targets"]))
-                batch = {**batch, "scales": partition.constrain(scales, "batch", None, None)}
-            grads, sums = gradients(definition, state.params, run, batch, accumulation_steps)
+            scales = drop_path.scales(run.drop, state.step, len(batch["targets"]))
+            batch = {**batch, "scales": layout.constrain(scales, ("batch", None, None))}
+        grads, sums = gradients(definition, state.params, run, batch, accumulation_steps, layout=layout)
         squares = nonfinite.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
         keep, spike, health = nonfinite.judge(state.health, run.limits, loss, grad_norm)
@@ -211,8 +237,7 @@ def make_train_step(
             return moved, opt_state, average
 
         before = {name: state.params[name] for name in grads}, state.opt_state, state.ema
-        with partition.using(layout):
-            trained, opt_state, average = nonfinite.applied(keep, update, before)
+        trained, opt_state, average = nonfinite.applied(keep, update, before, platform=layout.platform)
         params = {**state.params, **trained}
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "grad_norm": grad_norm, "weight": sums.weight}

@@ -136,7 +136,6 @@ def measured(saved: Trained, batches: int) -> tuple[dict[str, np.ndarray], dict[
     from mupax.train import data as data_sources
     from mupax.train.core.program import assemble
     from mupax.train.core.step import Batch, StepInputs, gradients
-    from mupax.zoo import partition
     from mupax.zoo.definition import Arrays
 
     config = saved.config
@@ -146,8 +145,8 @@ def measured(saved: Trained, batches: int) -> tuple[dict[str, np.ndarray], dict[
 
     @jax.jit
     def gradient(params: Arrays, run: StepInputs, batch: Batch) -> Arrays:
-        with partition.using(program.layout):
-            return gradients(program.definition, params, run, batch, config.accumulation_steps)[0]
+        steps = config.accumulation_steps
+        return gradients(program.definition, params, run, batch, steps, layout=program.layout)[0]
 
     @jax.jit
     def products(many: list[Arrays]) -> Arrays:

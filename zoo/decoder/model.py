@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mupax.zoo import partition
 from mupax.zoo.decoder.config import DecoderConfig
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
@@ -16,6 +15,7 @@ from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, Reading
 from mupax.zoo.layers.stack import over_layers, routed_stack, runs_as_scan
+from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.routing import Routing
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class Decoder(nnx.Module):
     """Tokens int32 [B, T] to float32 logits [B, T, V]; position t sees tokens 0..t. T is at most config.seq_len."""
 
-    gathers = True
-    """Parameters are read by a layout (`mupax.zoo.manual`)."""
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -47,7 +46,7 @@ class Decoder(nnx.Module):
             positions_BT: of each token, int32; from `start` on unless given.
         """
         table_VD = self.token[...].astype(self.config.compute.dtype)
-        h_BTD = partition.current().lookup(table_VD, tokens_BT, ("vocab", "embed"))
+        h_BTD = self.layout.lookup(table_VD, tokens_BT, ("vocab", "embed"))
         if self.position is not None:
             all_SD, length = self.position[...], tokens_BT.shape[1]
             if start is not None and jnp.ndim(start):
@@ -57,12 +56,12 @@ class Decoder(nnx.Module):
             else:
                 positions = all_SD[:length] if start is None else jax.lax.dynamic_slice_in_dim(all_SD, start, length)
             h_BTD = h_BTD + positions.astype(h_BTD.dtype)
-        return partition.constrain(h_BTD, "batch", "sequence", None)
+        return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
     def __call__(
         self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        return self.reading(tokens_BT, segments, positions).logits()
+        return self.reading(tokens_BT, segments, positions).logits(self.layout)
 
     def cached(self, tokens_BT: jax.Array, cache: Cache, *, fresh: bool = False) -> tuple[jax.Array, Cache]:
         """The residual stream's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
@@ -82,7 +81,7 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, state).at(place).cached(h_BTD, cache, index, fresh=fresh), None
 
         # The cache is carried, not scanned over: it is then written in place, and never copied whole.
-        if runs_as_scan(self.config.compute, depth):
+        if runs_as_scan(self.config.compute, depth, layout=self.layout):
             each = (jnp.arange(depth), stacked)
             (h_BTD, cache), _ = over_layers(layer, (h_BTD, cache), each, depth, self.block.period)
         else:
@@ -101,24 +100,32 @@ class Decoder(nnx.Module):
             segments: int32 [B, T], the document of each token, which sees those before it in the same; all unless given.
             positions: int32 [B, T], learned ones; 0 to T - 1 unless given.
         """
-        h_BTD, config = self.embed(tokens_BT, positions_BT=positions), self.config
+        h_BTD, config, layout = self.embed(tokens_BT, positions_BT=positions), self.config, self.layout
         context = () if segments is None else (segments,)
         q_BTHN, k_BSKN = (
             jax.ShapeDtypeStruct((*tokens_BT.shape, heads, config.heads_dim), h_BTD.dtype)
             for heads in (config.num_heads, config.kv_heads)
         )
-        if chosen(config.compute.attention, q_BTHN, k_BSKN, *config.sight, apart=bool(context)) != "ring":
-            return self._reading(*routed_stack(self.block, h_BTD, config.depth, config.compute, *context))
+        implementation = chosen(
+            config.compute.attention, q_BTHN, k_BSKN, *config.sight, apart=bool(context), layout=layout
+        )
+        if implementation != "ring":
+            h_BTD, routing = routed_stack(self.block, h_BTD, config.depth, config.compute, *context, layout=layout)
+            return self._reading(h_BTD, routing)
         from mupax.zoo.layers.ring import ring
 
-        def stack(h_BTD: jax.Array, *context: jax.Array) -> tuple[jax.Array, Routing | None]:
-            return routed_stack(self.block, h_BTD, config.depth, config.compute, *context)
-
-        return self._reading(*ring.in_zigzag(stack, h_BTD, *context))
+        # Positions are in zig-zag within the stack alone, so that they move once and not in every layer.
+        moved = ring.zigzag_layout(layout)
+        block = nnx.merge(*nnx.split(self.block))
+        place(block, moved)
+        h_BTD, *context = ring.zigzag(h_BTD, *context, layout=layout)
+        h_BTD, routing = routed_stack(block, h_BTD, config.depth, config.compute, *context, layout=moved)
+        (h_BTD,) = ring.zigzag(h_BTD, layout=layout, back=True)
+        return self._reading(h_BTD, routing)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""
-        return self._reading(h_BTD).logits()
+        return self._reading(h_BTD).logits(self.layout)
 
     def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
         bias = None if self.readout_bias is None else self.readout_bias[...]

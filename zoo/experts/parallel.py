@@ -1,22 +1,23 @@
 """Where tokens meet experts on a mesh: devices that split examples send each other what goes to the experts that they split too.
 
 B batch, T positions, D width, E experts, A that a token goes to, C tokens that an expert takes of an example, R rows, one per token
-and expert of its own.
+and expert of its own, S slots of all experts. In `Slots` T counts the tokens of all examples.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 
-from mupax.zoo import partition
 from mupax.zoo.collectives import all_gather
 from mupax.zoo.experts.routing import Choice
-from mupax.zoo.experts.slots import Slots
+from mupax.zoo.partition import ONE_DEVICE, Axes, Layout
 
 Weights = dict[str, jax.Array]
 """Of experts, by name; the first dimension counts them."""
@@ -29,14 +30,21 @@ AXES = {
 """How weights are split where products are taken; whole over the devices of fsdp."""
 
 
+def over_examples(layout: Layout, examples: int) -> Layout:
+    """Return the layout, or `ONE_DEVICE` if its devices do not split so many examples, as when text is written."""
+    return ONE_DEVICE if examples % layout.ways("batch") else layout
+
+
 def by_slots(
     expert: Callable[[jax.Array, jax.Array, Weights], jax.Array],
     x_BTD: jax.Array,
     choice: Choice,
     capacity: int,
     weights: Weights,
+    *,
+    layout: Layout,
 ) -> jax.Array:
-    """What experts make of their tokens, weighed and added up, [B, T, D].
+    """Return what experts make of their tokens, weighed and added up, [B, T, D].
 
     Slots lie by the device that they go to, by its experts, then by this device's examples. So an all-to-all there and one back
     leave every slot where it is in memory, and experts multiply what came as it lies: [N, E, C, D] of N devices, E experts of one,
@@ -49,34 +57,35 @@ def by_slots(
         choice: their experts, and places among those that these take of an example.
         capacity: places of an example and expert.
         weights: of all experts.
+        layout: from `over_examples`.
     """
 
     def part(x_BTD: jax.Array, experts_BTA: jax.Array, slots_BTA: jax.Array, gates_BTA: jax.Array, *parts: jax.Array):
         here, (batch, _, active) = dict(zip(weights, parts, strict=True)), experts_BTA.shape
-        shape = partition.current().ways("experts"), len(here["up"]), batch * capacity
+        shape = layout.ways("experts"), len(here["up"]), batch * capacity
         example_B11 = jnp.arange(batch)[:, None, None]
         place_BTA = (experts_BTA * batch + example_B11) * capacity + slots_BTA
         place_BTA = jnp.where(slots_BTA < capacity, place_BTA, math.prod(shape))
         slots = Slots.of(place_BTA.reshape(-1, active), math.prod(shape))
         x_SD, gates_S = slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1])), slots.weights(gates_BTA.reshape(-1, active))
-        x_NECD, gates_NEC = (_exchanged(one.reshape(*shape, *one.shape[1:])) for one in (x_SD, gates_S))
-        y_NECD = _exchanged(expert(x_NECD, gates_NEC, here))
+        names = layout.names("experts")
+        x_NECD, gates_NEC = (_exchanged(names, one.reshape(*shape, *one.shape[1:])) for one in (x_SD, gates_S))
+        y_NECD = _exchanged(names, expert(x_NECD, gates_NEC, here))
         return slots.collected(y_NECD.reshape(math.prod(shape), -1)).reshape(x_BTD.shape)
 
     assert choice.slots_BTA is not None
     tokens = x_BTD, choice.experts_BTA, choice.slots_BTA, choice.weights_BTA.astype(x_BTD.dtype)
-    return _local(part, ("batch", None, None), *tokens, weights=weights)
+    return _local(layout, part, ("batch", None, None), *tokens, weights=weights)
 
 
-def _exchanged(x: jax.Array) -> jax.Array:
-    """[N, ...]: what the N devices of the mesh axis `experts` have for this one, of what each has for all."""
-    names = partition.current().names("experts")
+def _exchanged(names: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Return [N, ...], what the N devices of the mesh axes have for this one, of what each has for all."""
     return _sent(names, x) if names else x
 
 
 def _all_to_all(names: tuple[str, ...], x: jax.Array) -> jax.Array:
     """Rows in memory in the order of the array's: where the compiler chooses, it turns all around on both sides of an exchange."""
-    rows = Layout(major_to_minor=tuple(range(x.ndim)))
+    rows = MemoryLayout(major_to_minor=tuple(range(x.ndim)))
     x = jax.lax.all_to_all(with_layout_constraint(x, rows), names, 0, 0, tiled=True)
     return with_layout_constraint(x, rows)
 
@@ -86,9 +95,14 @@ _sent.defvjp(lambda names, x: (_sent(names, x), None), lambda names, _, g: (_sen
 
 
 def by_rows(
-    expert: Callable[[jax.Array, Weights, jax.Array], jax.Array], x_BTD: jax.Array, choice: Choice, weights: Weights
+    expert: Callable[[jax.Array, Weights, jax.Array], jax.Array],
+    x_BTD: jax.Array,
+    choice: Choice,
+    weights: Weights,
+    *,
+    layout: Layout,
 ) -> jax.Array:
-    """What all of its experts make of a token, weighed and added up, [B, T, D]; none is dropped.
+    """Return what all of its experts make of a token, weighed and added up, [B, T, D]; none is dropped.
 
     How many rows a device has for its experts is known on the way only, so along the mesh axis `experts` all tokens are gathered and
     sums of outputs scattered: (n - 1) copies of a token for n devices, where an all-to-all would send A (n - 1) / n.
@@ -98,15 +112,14 @@ def by_rows(
         x_BTD: tokens.
         choice: their experts.
         weights: of all experts.
+        layout: from `over_examples`.
     """
 
     def part(x_BTD: jax.Array, experts_BTA: jax.Array, weights_BTA: jax.Array, *parts: jax.Array) -> jax.Array:
-        names, here = partition.current().names("experts"), dict(zip(weights, parts, strict=True))
+        names, here = layout.names("experts"), dict(zip(weights, parts, strict=True))
         x_BTD, experts_BTA, weights_BTA = (all_gather(x, names, 0) for x in (x_BTD, experts_BTA, weights_BTA))
         first, experts = (jax.lax.axis_index(names) if names else 0), here["up"].shape[0]
-        of_R = (experts_BTA.reshape(-1) - first * experts) % (
-            experts * partition.current().ways("experts")
-        )  # its own first
+        of_R = (experts_BTA.reshape(-1) - first * experts) % (experts * layout.ways("experts"))  # its own first
         order_R = jnp.argsort(of_R, stable=True)
         rows_RD = x_BTD.reshape(-1, x_BTD.shape[-1])[order_R // experts_BTA.shape[-1]]
         own_R = of_R < experts
@@ -122,27 +135,93 @@ def by_rows(
         return jax.lax.psum_scatter(y_BTD, names, scatter_dimension=0, tiled=True) if names else y_BTD
 
     axes = ("batch", "sequence", None)
-    return _local(part, axes, x_BTD, choice.experts_BTA, choice.weights_BTA, weights=weights)
+    return _local(layout, part, axes, x_BTD, choice.experts_BTA, choice.weights_BTA, weights=weights)
 
 
-def _local(part: Callable[..., jax.Array], axes: partition.Axes, *tokens: jax.Array, weights: Weights) -> jax.Array:
-    """`part` of tokens and weights on every device; of all at once where examples do not split, as when text is written.
+def _local(
+    layout: Layout, part: Callable[..., jax.Array], axes: Axes, *tokens: jax.Array, weights: Weights
+) -> jax.Array:
+    """Apply `part` to tokens and weights on every device.
 
     Args:
+        layout: how they lie on devices.
         part: of this device's tokens and weights.
         axes: of every array of tokens, and of the result.
         tokens: arrays of them.
         weights: of all experts.
     """
-    layout = partition.current()
-    if tokens[0].shape[0] % layout.ways("batch"):
-        with partition.using(None):
-            return part(*tokens, *weights.values())
     inputs = (*[axes] * len(tokens), *(AXES[name] for name in weights))
     return layout.local(part, inputs, axes)(*tokens, *weights.values())
 
 
-def summed(y: jax.Array) -> jax.Array:
-    """The sum over devices that split experts' hidden layer."""
-    names = partition.current().names("expert_dim")
+def summed(y: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """Return the sum of y over devices along mesh axes, or y if there are none."""
     return jax.lax.psum(y, names) if names else y
+
+
+# Tokens on their way into experts' slots and back, by lookups alone: no gradient is scattered.
+
+
+class Slots(NamedTuple):
+    """Which slot a row is in, and which row a slot has, int32."""
+
+    of_TA: jax.Array
+    """S where there is no room."""
+    rows_S: jax.Array
+    """R where a slot is empty."""
+
+    @staticmethod
+    def of(place_TA: jax.Array, slots: int) -> Slots:
+        """From the slot of every row.
+
+        Args:
+            place_TA: slot of a row; `slots` where there is no room.
+            slots: S.
+        """
+        rows = place_TA.size
+        empty_S = jnp.full(slots, rows, jnp.int32)
+        return Slots(place_TA, empty_S.at[place_TA.reshape(-1)].set(jnp.arange(rows), mode="drop"))
+
+    def filled(self, x_TD: jax.Array) -> jax.Array:
+        """[S, D]: the token of every slot; of an empty one any token, which `weights` of 0 leave without effect and gradient."""
+        return _summed(("clip", "fill"), x_TD, self._tokens(), self.of_TA)
+
+    def weights(self, weights_TA: jax.Array) -> jax.Array:
+        """[S]: what the output of every slot counts, 0 in empty ones."""
+        of_R1, weights_R1 = self.of_TA.reshape(-1, 1), weights_TA.reshape(-1, 1)
+        return _summed(("fill", "fill"), weights_R1, self.rows_S[:, None], of_R1)[:, 0]
+
+    def collected(self, y_SD: jax.Array) -> jax.Array:
+        """[T, D]: the sum of a token's slots; the gradient of an empty one is that of any token."""
+        return _summed(("fill", "clip"), y_SD, self.of_TA, self._tokens())
+
+    def _tokens(self) -> jax.Array:
+        return (self.rows_S // self.of_TA.shape[1])[:, None]
+
+
+def _sums(modes: tuple[str, str], x_ID: jax.Array, of_OK: jax.Array, of_IK: jax.Array) -> jax.Array:
+    """[O, D]: sums of K rows of x each.
+
+    Args:
+        modes: what an index past the last row is of, here and for the gradient: of none (fill), which takes a pass of its own over a
+            result of one row each, or of the last row (clip).
+        x_ID: rows.
+        of_OK: those that a row of the result sums.
+        of_IK: rows of the result that a row of x is in, which has the gradient of x as the same kind of sum.
+    """
+    return jnp.sum(x_ID.at[of_OK].get(mode=modes[0], fill_value=0), axis=1)
+
+
+_summed = jax.custom_vjp(_sums, nondiff_argnums=(0,))
+
+
+def _forward(modes: tuple[str, str], x_ID: jax.Array, of_OK: jax.Array, of_IK: jax.Array) -> tuple[jax.Array, Any]:
+    return _summed(modes, x_ID, of_OK, of_IK), (of_OK, of_IK)
+
+
+def _backward(modes: tuple[str, str], of: Any, g_OD: jax.Array) -> tuple[jax.Array, None, None]:
+    of_OK, of_IK = of
+    return _summed(modes[::-1], g_OD, of_IK, of_OK), None, None
+
+
+_summed.defvjp(_forward, _backward)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo import partition
 from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 
 class Routing(NamedTuple):
@@ -64,8 +64,10 @@ def route(
     config: RoutingConfig,
     active: int,
     capacity: int | None,
+    *,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[Choice, Routing]:
-    """Every token's experts, and what the router did.
+    """Return every token's experts, and the routing statistics.
 
     Args:
         x_BTD: what experts read.
@@ -74,6 +76,7 @@ def route(
         config: gates and weights of losses.
         active: A.
         capacity: tokens of an example that an expert takes; None: all.
+        layout: over whose devices loads are averaged.
     """
     logits_BTE = jnp.matmul(x_BTD.astype(jnp.float32), router_DE.astype(jnp.float32), precision="highest")
     experts = logits_BTE.shape[-1]
@@ -94,8 +97,7 @@ def route(
         slots_BTA = jnp.take_along_axis(before_BTE, chosen_BTA, -1)
         weights_BTA = jnp.where(slots_BTA < capacity, weights_BTA, 0.0)
         dropped = jnp.sum(slots_BTA >= capacity)
-    mean = partition.current().mean
-    load_E = mean(jnp.mean(picked_BTE.astype(jnp.float32), axis=(0, 1)))
+    load_E = layout.mean(jnp.mean(picked_BTE.astype(jnp.float32), axis=(0, 1)))
     share_E = jnp.mean(gates_BTE / jnp.sum(gates_BTE, axis=-1, keepdims=True), axis=(0, 1))
     balance = experts / active * jnp.sum(jax.lax.stop_gradient(load_E) * share_E)
     z = jnp.mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)))

@@ -18,6 +18,7 @@ from flax import nnx
 from mupax.presets.roles import OWN, ParamSpec, PresetError, Role
 from mupax.zoo.definition import Arrays, Definition, Product, multiplied
 from mupax.zoo.functional import tree
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 Apply = Callable[..., Any]
 """(parameters, *inputs) -> logits."""
@@ -89,13 +90,15 @@ class FunctionDefinition(Definition):
                 acting[name] = _times(acting[name], factors["branch"][layer, branch])
         return self.tree(acting)
 
-    def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any]) -> Any:
+    def bind(self, params: Mapping[str, Any], factors: Mapping[str, Any], *, layout: Layout = ONE_DEVICE) -> Any:
         """The model with these numbers, a function of its inputs.
 
         Args:
             params: arrays by name, multipliers already in them.
             factors: numbers of the forward pass by name.
+            layout: not read; the compiler splits what a function computes.
         """
+        del layout
         acting, readout = self.forward(params, factors), factors.get("readout")
 
         def model(*inputs: Any) -> jax.Array:
@@ -106,15 +109,23 @@ class FunctionDefinition(Definition):
             model.internals = lambda *inputs: self.inside(acting, *inputs)  # pyright: ignore
         return model
 
-    def model(self, params: Mapping[str, jax.Array], multipliers: Arrays, factors: Arrays) -> Any:
+    def model(
+        self,
+        params: Mapping[str, jax.Array],
+        multipliers: Arrays,
+        factors: Arrays,
+        *,
+        layout: Layout = ONE_DEVICE,
+    ) -> Any:
         """The model with every parameter taken as multiplier * w.
 
         Args:
             params: as they are stored, w.
             multipliers: float32 [] or [layers], by the same names.
             factors: numbers of the forward pass by name.
+            layout: as `bind`.
         """
-        return self.bind(multiplied(params, multipliers), factors)
+        return self.bind(multiplied(params, multipliers), factors, layout=layout)
 
 
 def define_function(

@@ -5,18 +5,17 @@ B batch, T query and S key positions, D width, F hidden, H heads, K key heads, N
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.families import AttentionName
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.linear import GATES, Norm, adapted, biased, product_kind, project, rotary
+from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.transformer import TransformerConfig
 
 if TYPE_CHECKING:
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
 class Attention(nnx.Module):
     """softmax(logit_scale * q.k) v, projected out. The preset's logit scale is applied here and nowhere else."""
+
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.sights, self.turns = config.sights, tuple(config.rotary_of(sight) for sight in config.sights)
@@ -62,10 +63,14 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BTHN, k_BSKN = self.query_norm(q_BTHN), self.key_norm(k_BSKN)
         if self.rope_theta is not None:
-            q_BTHN, k_BSKN = (
-                rotary(x, self.rope_theta, start, self.rope_scaling, self.rotary_size) for x in (q_BTHN, k_BSKN)
-            )
-        return partition.constrain(q_BTHN, "batch", "sequence", "heads", None), k_BSKN, v_BSKN
+            q_BTHN = self._turned(q_BTHN, start)
+            k_BSKN = self._turned(k_BSKN, start)
+        return self.layout.constrain(q_BTHN, ("batch", "sequence", "heads", None)), k_BSKN, v_BSKN
+
+    def _turned(self, x_BTHN: jax.Array, start: jax.Array | None) -> jax.Array:
+        """Return queries or keys with rotary positions."""
+        assert self.rope_theta is not None
+        return rotary(x_BTHN, self.rope_theta, start, self.rope_scaling, self.rotary_size, layout=self.layout)
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         query_DHN, key_DKN, value_DKN = self.query[...], self.key[...], self.value[...]
@@ -74,11 +79,13 @@ class Attention(nnx.Module):
             width, kv_heads, size = key_DKN.shape
             query_DKGN = query_DHN.reshape(width, kv_heads, -1, size)
             each_DKGN = jnp.concatenate([query_DKGN, key_DKN[:, :, None], value_DKN[:, :, None]], axis=2)
-            y_BTKGN = project(x_BTD, each_DKGN, kind=self.kind)
+            y_BTKGN = project(x_BTD, each_DKGN, kind=self.kind, layout=self.layout)
             q_BTHN = y_BTKGN[..., :-2, :].reshape(*x_BTD.shape[:-1], *query_DHN.shape[1:])
             k_BSKN, v_BSKN = y_BTKGN[..., -2, :], y_BTKGN[..., -1, :]
         else:
-            q_BTHN, k_BSKN, v_BSKN = (project(x_BTD, w, kind=self.kind) for w in (query_DHN, key_DKN, value_DKN))
+            q_BTHN, k_BSKN, v_BSKN = (
+                project(x_BTD, w, kind=self.kind, layout=self.layout) for w in (query_DHN, key_DKN, value_DKN)
+            )
         q_BTHN, k_BSKN = adapted(q_BTHN, x_BTD, self.query_lora), adapted(k_BSKN, x_BTD, self.key_lora)
         v_BSKN = adapted(v_BSKN, x_BTD, self.value_lora)
         return biased(q_BTHN, self.query_bias), biased(k_BSKN, self.key_bias), biased(v_BSKN, self.value_bias)
@@ -105,16 +112,26 @@ class Attention(nnx.Module):
     def _attended(
         self, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, segments_BT: jax.Array | None = None
     ) -> jax.Array:
-        attend = functools.partial(kernels.attend, implementation=self.implementation, block=self.block)
-        sight = {"causal": self.causal, "window": self.window, "cap": self.cap, "segments_BT": segments_BT}
-        return self._projected_out(attend(self._scaled(q_BTHN), k_BSKN, v_BSKN, **sight))
+        y_BTHN = kernels.attend(
+            self._scaled(q_BTHN),
+            k_BSKN,
+            v_BSKN,
+            causal=self.causal,
+            window=self.window,
+            cap=self.cap,
+            implementation=self.implementation,
+            block=self.block,
+            segments_BT=segments_BT,
+            layout=self.layout,
+        )
+        return self._projected_out(y_BTHN)
 
     def _scaled(self, q_BTHN: jax.Array) -> jax.Array:
         return q_BTHN * self.logit_scale[...].astype(q_BTHN.dtype)
 
     def _projected_out(self, y_BTHN: jax.Array) -> jax.Array:
-        y_BTHN = partition.constrain(y_BTHN, "batch", "sequence", "heads", None)
-        y_BTD = project(y_BTHN, self.out[...], inputs=2, kind=self.kind)
+        y_BTHN = self.layout.constrain(y_BTHN, ("batch", "sequence", "heads", None))
+        y_BTD = project(y_BTHN, self.out[...], inputs=2, kind=self.kind, layout=self.layout)
         return biased(adapted(y_BTD, y_BTHN, self.out_lora, inputs=2), self.out_bias)
 
 
@@ -123,13 +140,15 @@ WIDE = 4096
 backward pass, at 2048 (1.2 B, v5e:4x4) it would cost 3.7 of 36.8 M of both passes."""
 
 
-def _alone(x: Any, width: int) -> Any:
-    """x, on TPU in memory between products, which would each compute it anew, where that is worth it."""
-    return jax.lax.optimization_barrier(x) if partition.current().platform == "tpu" and width >= WIDE else x
+def _alone(x: Any, width: int, platform: str) -> Any:
+    """Keep x in memory between products on TPU, where each would compute it anew, if the model is wide enough."""
+    return jax.lax.optimization_barrier(x) if platform == "tpu" and width >= WIDE else x
 
 
 class MLP(nnx.Module):
     """W_out act(W_in x), or W_out (silu(W_gate x) * W_up x)."""
+
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         self.activation = config.activation
@@ -142,27 +161,32 @@ class MLP(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         h_BTF, g_BTF = self._projected(x_BTD)
         if g_BTF is not None:
-            h_BTF, g_BTF = _alone((h_BTF, g_BTF), x_BTD.shape[-1])
-            h_BTF = _alone(GATES[self.activation](g_BTF) * h_BTF, x_BTD.shape[-1])
+            width, platform = x_BTD.shape[-1], self.layout.platform
+            h_BTF, g_BTF = _alone((h_BTF, g_BTF), width, platform)
+            h_BTF = _alone(GATES[self.activation](g_BTF) * h_BTF, width, platform)
         elif self.activation == "relu":
             h_BTF = jax.nn.relu(h_BTF)
         else:
             h_BTF = jax.nn.gelu(h_BTF, approximate=self.activation != "gelu_exact")
-        h_BTF = partition.constrain(h_BTF, "batch", "sequence", "mlp")
-        y_BTD = project(h_BTF, self.down[...], kind=self.kind)
+        h_BTF = self.layout.constrain(h_BTF, ("batch", "sequence", "mlp"))
+        y_BTD = project(h_BTF, self.down[...], kind=self.kind, layout=self.layout)
         return biased(adapted(y_BTD, h_BTF, self.down_lora), self.down_bias)
 
     def _projected(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Up and, where there is one, gate, both [B, T, F]."""
         if self.gate is None:
-            up_BTF = adapted(project(x_BTD, self.up[...], kind=self.kind), x_BTD, self.up_lora)
+            up_BTF = project(x_BTD, self.up[...], kind=self.kind, layout=self.layout)
+            up_BTF = adapted(up_BTF, x_BTD, self.up_lora)
             return biased(up_BTF, self.up_bias), None
         if self.fused:
             # Side by side on an axis of their own, so that F stays split as it is.
             up_gate_D2F = jnp.stack([self.up[...], self.gate[...]], axis=1)
-            up_BTF, gate_BTF = jnp.moveaxis(project(x_BTD, up_gate_D2F, kind=self.kind), -2, 0)
+            pair_BT2F = project(x_BTD, up_gate_D2F, kind=self.kind, layout=self.layout)
+            up_BTF, gate_BTF = jnp.moveaxis(pair_BT2F, -2, 0)
         else:
-            up_BTF, gate_BTF = (project(x_BTD, w[...], kind=self.kind) for w in (self.up, self.gate))
+            up_BTF, gate_BTF = (
+                project(x_BTD, w[...], kind=self.kind, layout=self.layout) for w in (self.up, self.gate)
+            )
         up_BTF, gate_BTF = (adapted(y, x_BTD, of) for y, of in ((up_BTF, self.up_lora), (gate_BTF, self.gate_lora)))
         return biased(up_BTF, self.up_bias), biased(gate_BTF, self.gate_bias)
 
@@ -179,6 +203,8 @@ class Block(nnx.Module):
 
     Branch scales and gains are applied here only.
     """
+
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
         kind, eps, then = config.norm, config.norm_eps, config.branch_activation
@@ -262,4 +288,5 @@ class Block(nnx.Module):
         else:
             y_BTD, routing = self.experts(x_BTD, dropless=dropless)
             y_BTD = y_BTD if self.mlp is None else self.mlp(x_BTD) + y_BTD
-        return partition.constrain(self.added(h_BTD, 1, y_BTD, scale_B2), "batch", "sequence", None), routing
+        h_BTD = self.added(h_BTD, 1, y_BTD, scale_B2)
+        return self.layout.constrain(h_BTD, ("batch", "sequence", None)), routing

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo import partition
-from mupax.zoo.partition import LANES
+from mupax.zoo.partition import LANES, ONE_DEVICE, Axes, Layout
 
 BLOCK, BLOCKS = 512, {"TPU v6 lite": 1024}
 """Positions on a side of a splash block, and device kinds where it is larger: a side is as many products per byte of keys and
@@ -44,8 +43,9 @@ def cudnn_attention(
     *,
     causal: bool,
     segments_BT: jax.Array | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Attention by cuDNN's flash kernel, on every device's own batch and heads.
+    """Return attention by cuDNN's flash kernel, on every device's own batch and heads.
 
     Args:
         q_BTHN: queries, bfloat16 or float16; N a multiple of 8 up to 128, from Hopper on 256.
@@ -54,9 +54,10 @@ def cudnn_attention(
         causal: query t sees keys 0..t. The kernel's mask begins at position 0: a device of split positions attends for a
             part of its heads at all of them.
         segments_BT: int32, of what sees one another; the kernel takes them as a mask of all pairs, which it reads from memory.
+        layout: how arrays lie on devices.
     """
     cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
-    names = partition.current().names("sequence") if causal else ()
+    names = layout.names("sequence") if causal else ()
 
     def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
         if not names:
@@ -71,7 +72,7 @@ def cudnn_attention(
         y_BTHN = cudnn(jax.lax.all_to_all(q_BTHN, names, split_axis=2, concat_axis=1, tiled=True), *mine, mask=mask)
         return jax.lax.all_to_all(y_BTHN, names, split_axis=1, concat_axis=2, tiled=True)
 
-    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), *_segments(segments_BT))
+    return _on_devices(layout, local, (q_BTHN, k_BSKN, v_BSKN), *_segments(segments_BT))
 
 
 def splash_attention(
@@ -85,8 +86,9 @@ def splash_attention(
     block: int | None = None,
     segments_BT: jax.Array | None = None,
     interpret: bool = False,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """The Pallas kernel for TPUs, on every device's own batch, queries and heads, with all keys of those heads.
+    """Return attention by the Pallas kernel for TPUs, on every device's own batch, queries and heads, with all keys of those heads.
 
     Args:
         q_BTHN: queries; T a multiple of 128 on every device.
@@ -98,15 +100,16 @@ def splash_attention(
         block: positions on a side of a block; the chip's own unless given.
         segments_BT: int32, of what sees one another.
         interpret: run the kernel as ordinary operations, on any platform.
+        layout: how arrays lie on devices.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     from mupax.zoo.layers.ring import splash
 
-    layout, length, source = partition.current(), q_BTHN.shape[1], k_BSKN.shape[1]
+    length, source = q_BTHN.shape[1], k_BSKN.shape[1]
     shards = layout.ways("sequence")
-    blocks = _blocks(length // shards, source, kind=partition.current().kind, limit=block, causal=causal)
+    blocks = _blocks(length // shards, source, kind=layout.kind, limit=block, causal=causal)
     # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
     axis = "sequence" if causal else None
     mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
@@ -127,7 +130,7 @@ def splash_attention(
         heads_first = (x.swapaxes(1, 2) for x in (q_BTHN, k_BSKN, v_BSKN))
         return jax.vmap(splash.attention, (None, 0, 0, 0, 0))(kernel, *heads_first, apart).swapaxes(1, 2)
 
-    return _on_devices(local, (q_BTHN, k_BSKN, v_BSKN), (*segments, *arrays), (*segments_axes, *axes))
+    return _on_devices(layout, local, (q_BTHN, k_BSKN, v_BSKN), (*segments, *arrays), (*segments_axes, *axes))
 
 
 def ring_attention(
@@ -139,35 +142,34 @@ def ring_attention(
     block: int | None = None,
     segments_BT: jax.Array | None = None,
     interpret: bool = False,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Attention where devices split positions, of which each holds its own: keys go round (`mupax.zoo.layers.ring`).
+    """Return attention where devices split positions, of which each holds its own: keys go round (`mupax.zoo.layers.ring`).
 
     Args:
-        q_BTHN, k_BSKN, v_BSKN, causal, block, segments_BT, interpret: as `splash_attention`, whose kernel looks at each part on
+        q_BTHN, k_BSKN, v_BSKN, causal, block, segments_BT, interpret, layout: as `splash_attention`, whose kernel looks at each part on
             TPU; plain products elsewhere. Segments go round with keys.
     """
     from mupax.zoo.layers.ring import products, ring
 
-    layout, part = partition.current(), products.PART
+    part = products.PART
     if layout.platform == "tpu" or interpret:
         from mupax.zoo.layers.ring import splash
 
-        blocks = functools.partial(
-            _blocks, kind=partition.current().kind, limit=block
-        )  # here, where the layout is known
-        part = splash.part(blocks, interpret)
+        part = splash.part(functools.partial(_blocks, kind=layout.kind, limit=block), interpret)
 
     def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
         return ring.ring(layout.names("sequence"), part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments)
 
     def attended(*arrays: jax.Array) -> jax.Array:
-        axes: tuple[partition.Axes, ...] = tuple(("batch", "sequence") for _ in arrays[3:])
-        return _on_devices(local, arrays[:3], arrays[3:], axes, source="sequence")
+        axes: tuple[Axes, ...] = tuple(("batch", "sequence") for _ in arrays[3:])
+        return _on_devices(layout, local, arrays[:3], arrays[3:], axes, source="sequence")
 
-    arrays = (*_heads_alike(q_BTHN, k_BSKN, v_BSKN), *(() if segments_BT is None else (segments_BT,)))
+    arrays = (*_heads_alike(layout, q_BTHN, k_BSKN, v_BSKN), *(() if segments_BT is None else (segments_BT,)))
     if not causal or layout.zigzag:
         return attended(*arrays)
-    return ring.zigzag(attended(*ring.zigzag(*arrays)), back=True)[0]
+    y_BTHN = attended(*ring.zigzag(*arrays, layout=layout))
+    return ring.zigzag(y_BTHN, layout=layout, back=True)[0]
 
 
 def _blocks(length: int, source: int, *, kind: str, limit: int | None, causal: bool) -> Any:
@@ -188,7 +190,7 @@ def _mask(queries_BT: jax.Array | None = None, keys_BS: jax.Array | None = None)
     return None if queries_BT is None or keys_BS is None else (queries_BT[:, :, None] == keys_BS[:, None, :])[:, None]
 
 
-def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[partition.Axes, ...]]:
+def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tuple[Axes, ...]]:
     """Segments of queries and of keys, and how they lie; nothing where all see one another."""
     if segments_BT is None:
         return (), ()
@@ -196,23 +198,26 @@ def _segments(segments_BT: jax.Array | None) -> tuple[tuple[jax.Array, ...], tup
 
 
 def _on_devices(
+    layout: Layout,
     local: Callable[..., jax.Array],
     qkv: Sequence[jax.Array],
     extra: Sequence[jax.Array] = (),
-    extra_axes: tuple[partition.Axes, ...] = (),
+    extra_axes: tuple[Axes, ...] = (),
     source: str | None = None,
 ) -> jax.Array:
-    """A kernel that the compiler cannot split, on every device's own batch, queries and heads."""
-    layout, (q_BTHN, k_BSKN, v_BSKN) = partition.current(), _heads_alike(*qkv)
+    """Run a kernel that the compiler cannot split on every device's own batch, queries and heads."""
+    q_BTHN, k_BSKN, v_BSKN = _heads_alike(layout, *qkv)
     batch = "batch" if q_BTHN.shape[0] % layout.ways("batch") == 0 else None
     queries, keys = (batch, "sequence", "heads", None), (batch, source, "heads", None)
     extra_axes = tuple(tuple(batch if axis == "batch" else axis for axis in axes) for axes in extra_axes)
     return layout.local(local, (queries, keys, keys, *extra_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *extra)
 
 
-def _heads_alike(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values whose heads lie alike: where they would not, every query head has its own key head."""
-    layout, groups = partition.current(), q_BTHN.shape[2] // k_BSKN.shape[2]
+def _heads_alike(
+    layout: Layout, q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return queries, keys and values whose heads lie alike: where they would not, every query head has its own key head."""
+    groups = q_BTHN.shape[2] // k_BSKN.shape[2]
     if k_BSKN.shape[2] % layout.ways("kv_heads") or layout.names("kv_heads") != layout.names("heads"):
         k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
     return q_BTHN, k_BSKN, v_BSKN

@@ -1,6 +1,6 @@
 """softmax(q.k) v by the fastest implementation there is: cuDNN flash on GPU, splash (Pallas) on TPU, tiles of XLA on CPU, a ring.
 
-B batch, T query and S key positions, H heads, K key heads, N head dimension. Logits are taken as they are: any scale is
+B batch, T query and S key positions, H heads, K key heads, G queries of each, N head dimension. Logits are taken as they are: any scale is
 already in q. Softmax is in float32.
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo import partition
 from mupax.zoo.families import AttentionName, ConfigError
-from mupax.zoo.layers.cpu_attention import TILE, merged_attention, tiled_attention
-from mupax.zoo.partition import LANES
+from mupax.zoo.layers.cpu_attention import TILE, merged_attention, tiled_attention, within
+from mupax.zoo.layers.linear import softcapped
+from mupax.zoo.partition import LANES, ONE_DEVICE, Layout
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
 
@@ -44,8 +44,9 @@ def attend(
     implementation: AttentionName = "auto",
     block: int | None = None,
     segments_BT: jax.Array | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Attention [B, T, H, N] by the named implementation, on whatever devices are being compiled for.
+    """Return attention [B, T, H, N] by the named implementation.
 
     Args:
         q_BTHN: queries, with the logit scale.
@@ -57,49 +58,87 @@ def attend(
         implementation: as `chosen`.
         block: positions on a side of a splash block; the chip's own unless given.
         segments_BT: int32, of as many queries as keys, which see one another where theirs is the same; all unless given.
+        layout: how arrays lie on the devices that are compiled for.
 
     Raises:
         ConfigError: as `chosen`.
     """
     options: dict[str, Any] = {"window": window, "cap": cap, "segments_BT": segments_BT}
+    on_devices: dict[str, Any] = {"causal": causal, "segments_BT": segments_BT, "layout": layout}
     if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
         wide = widened(q_BTHN, k_BSKN, v_BSKN)
-        return attend(*wide, causal=causal, **options, implementation=implementation, block=block)[..., :values]
+        y_BTHN = attend(*wide, window=window, cap=cap, implementation=implementation, block=block, **on_devices)
+        return y_BTHN[..., :values]
     apart = segments_BT is not None
-    implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart)
+    implementation = chosen(implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout=layout)
     # Where positions are split, every device keeps its queries, and but for a ring gathers all keys and values.
     source = "sequence" if implementation == "ring" else None
-    k_BSKN, v_BSKN = (partition.constrain(x_BSKN, "batch", source, "kv_heads", None) for x_BSKN in (k_BSKN, v_BSKN))
+    k_BSKN = layout.constrain(k_BSKN, ("batch", source, "kv_heads", None))
+    v_BSKN = layout.constrain(v_BSKN, ("batch", source, "kv_heads", None))
     if implementation != "xla":
         from mupax.zoo.layers import flash
 
         if implementation == "cudnn":
-            return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, segments_BT=segments_BT)
+            return flash.cudnn_attention(q_BTHN, k_BSKN, v_BSKN, **on_devices)
         if implementation == "ring":
-            return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, block=block, segments_BT=segments_BT)
-        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options, block=block)
-    if tiled(causal, q_BTHN.shape[1]):
+            return flash.ring_attention(q_BTHN, k_BSKN, v_BSKN, block=block, **on_devices)
+        return flash.splash_attention(q_BTHN, k_BSKN, v_BSKN, window=window, cap=cap, block=block, **on_devices)
+    if tiled(causal, q_BTHN.shape[1], layout=layout):
         return tiled_attention(q_BTHN, k_BSKN, v_BSKN, **options)
-    if _rows():
+    if merges_heads(layout):
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options)
-    from mupax.zoo.layers import split_attention
-
-    return split_attention.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options)
+    return split_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, **options)
 
 
-def tiled(causal: bool, length: int) -> bool:
-    """Whether what is left to XLA goes in tiles of queries (`cpu_attention.tiled_attention`).
+def split_attention(
+    q_BTHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+    cap: float | None = None,
+    segments_BT: jax.Array | None = None,
+) -> jax.Array:
+    """Return attention [B, T, H, N] by XLA with dimensions as they are, so that devices may split any of them.
+
+    Args:
+        q_BTHN, k_BSKN, v_BSKN, causal, window, cap, segments_BT: as `attend`.
+    """
+    mask_B1TS = None if segments_BT is None else within(segments_BT)[:, None]
+    if cap is None:
+        how = {"is_causal": causal, "local_window_size": None if window is None else (window - 1, 0)}
+        return jax.nn.dot_product_attention(
+            q_BTHN, k_BSKN, v_BSKN, None, mask_B1TS, scale=1.0, **how, implementation="xla"
+        )
+    (*lead, heads, size), kv_heads = q_BTHN.shape, k_BSKN.shape[2]
+    q_BTKGN = q_BTHN.reshape(*lead, kv_heads, heads // kv_heads, size)
+    logits_BKGTS = jnp.einsum("btkgn,bskn->bkgts", q_BTKGN, k_BSKN, preferred_element_type=jnp.float32)
+    logits_BKGTS = softcapped(logits_BKGTS, cap)
+    if causal:
+        shape = logits_BKGTS.shape[-2:]
+        mask_TS = jnp.tri(*shape, dtype=bool)
+        mask_TS = mask_TS if window is None else mask_TS & ~jnp.tri(*shape, k=-window, dtype=bool)
+        logits_BKGTS = jnp.where(mask_TS, logits_BKGTS, jnp.finfo(jnp.float32).min)
+    if mask_B1TS is not None:
+        logits_BKGTS = jnp.where(mask_B1TS[:, None], logits_BKGTS, jnp.finfo(jnp.float32).min)
+    weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKN.dtype)
+    return jnp.einsum("bkgts,bskn->btkgn", weights_BKGTS, v_BSKN).reshape(q_BTHN.shape)
+
+
+def tiled(causal: bool, length: int, *, layout: Layout = ONE_DEVICE) -> bool:
+    """Return whether attention by XLA goes in tiles of queries (`cpu_attention.tiled_attention`).
 
     Args:
         causal: query t sees keys 0..t.
         length: queries.
+        layout: as `attend`.
     """
-    return causal and length > TILE and _rows()
+    return causal and length > TILE and merges_heads(layout)
 
 
-def _rows() -> bool:
-    """Whether batch and heads can be one dimension: on a CPU that splits neither heads nor positions."""
-    layout = partition.current()
+def merges_heads(layout: Layout) -> bool:
+    """Return whether batch and heads can be one dimension: on a CPU that splits neither heads nor positions."""
     return layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads"))
 
 
@@ -111,22 +150,24 @@ def chosen(
     window: int | None = None,
     cap: float | None = None,
     apart: bool = False,
+    *,
+    layout: Layout = ONE_DEVICE,
 ) -> AttentionName:
-    """The implementation that attends: the named one, or with auto the first of the platform's that can (`AUTO`).
+    """Return the implementation that attends: the named one, or with auto the first of the platform's that can (`AUTO`).
 
     Args:
-        implementation, q_BTHN, k_BSKN, causal, window, cap, apart: as `why_not`.
+        implementation, q_BTHN, k_BSKN, causal, window, cap, apart, layout: as `why_not`.
 
     Raises:
         ConfigError: the named one cannot do this; the text says why.
     """
+    sight = {"causal": causal, "window": window, "cap": cap, "apart": apart, "layout": layout}
     if implementation == "auto":
-        layout = partition.current()
         able: tuple[AttentionName, ...] = (*AUTO.get(layout.platform, ()), "xla")
         if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.ways("sequence"):
             able = able[able.index("ring") + 1 :]
-        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, causal, window, cap, apart))
-    if reason := why_not(implementation, q_BTHN, k_BSKN, causal, window, cap, apart):
+        return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, **sight))
+    if reason := why_not(implementation, q_BTHN, k_BSKN, **sight):
         raise ConfigError(f"model.compute.attention {implementation}: {reason}; write auto or xla")
     return implementation
 
@@ -139,8 +180,10 @@ def why_not(
     window: int | None = None,
     cap: float | None = None,
     apart: bool = False,
+    *,
+    layout: Layout = ONE_DEVICE,
 ) -> str | None:
-    """Why this implementation cannot attend here; None where it can.
+    """Return why this implementation cannot attend, or None if it can.
 
     Args:
         implementation: that is asked about; xla always can.
@@ -150,8 +193,9 @@ def why_not(
         window: of those how many; None: all.
         cap: of logits; None: there is none.
         apart: whether documents of one window do not see one another.
+        layout: as `attend`.
     """
-    layout, size = partition.current(), q_BTHN.shape[-1]
+    size = q_BTHN.shape[-1]
     platform, ways = layout.platform, layout.ways("sequence")
     if cap is not None and implementation in ("ring", "cudnn"):
         return f"it has no cap of logits, and model.attention_softcap is {cap}"

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mupax.zoo import partition
 from mupax.zoo.definition import Init
 from mupax.zoo.families import ComputeConfig, ConfigError
+from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.transformer import RopeScaling
 
 GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
@@ -25,9 +25,15 @@ GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 
 
 def project(
-    x: jax.Array, w: jax.Array, *, inputs: int = 1, out_dtype: jnp.dtype | None = None, kind: str | None = None
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    inputs: int = 1,
+    out_dtype: jnp.dtype | None = None,
+    kind: str | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """The product of x and w over the last `inputs` dimensions of x and the first of w, [..., O].
+    """Return the product of x and w over the last `inputs` dimensions of x and the first of w, [..., O].
 
     On CPU leading dimensions are merged into one before the product: two to three times faster. Elsewhere they stay, and
     where positions are split over devices, which a merged dimension could not be.
@@ -38,9 +44,9 @@ def project(
         inputs: dimensions that I is.
         out_dtype: of the result; x's unless given.
         kind: `product_dtype` of the model's compute; the result then has x's type.
+        layout: how x lies on devices.
     """
     lead, summed, out = x.shape[: x.ndim - inputs], w.shape[:inputs], w.shape[inputs:]
-    layout = partition.current()
     contract = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
     if kind is not None:
         return _narrow(x, w.astype(x.dtype), (contract, ((), ())), kind)
@@ -128,9 +134,13 @@ class Reading(NamedTuple):
     cap: jax.Array | None = None
     """[]; of `softcapped`."""
 
-    def logits(self) -> jax.Array:
-        """All of them, float32 [..., V]."""
-        logits = project(self.features, self.weight, out_dtype=jnp.float32)
+    def logits(self, layout: Layout = ONE_DEVICE) -> jax.Array:
+        """Return all logits, float32 [..., V].
+
+        Args:
+            layout: how the features lie on devices.
+        """
+        logits = project(self.features, self.weight, out_dtype=jnp.float32, layout=layout)
         if self.scale is not None:
             logits = self.scale * logits
         cap = None if self.cap is None else jax.lax.stop_gradient(self.cap)
@@ -188,8 +198,10 @@ def rotary(
     start: jax.Array | None = None,
     scaling: RopeScaling | None = None,
     size: int | None = None,
+    *,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """x, its pairs (i, i + N/2) turned by position * theta^(-2i/N) (Su et al. 2021, in the half-split layout of Llama).
+    """Turn the pairs (i, i + N/2) of x by position * theta^(-2i/N) (Su et al. 2021, in the half-split order of Llama).
 
     M is N / 2.
 
@@ -199,19 +211,20 @@ def rotary(
         start: position of the first of them, int32 [] or, of each sequence, [B]; 0 unless given.
         scaling: of the frequencies; None: they are the plain ones.
         size: entries of each head that are turned, the first ones; all unless given.
+        layout: says which position lies where, and for which platform the rotation is compiled.
     """
     if size not in (None, x_BTHN.shape[-1]):
-        turned_BTHN = rotary(x_BTHN[..., :size], theta, start, scaling)
+        turned_BTHN = rotary(x_BTHN[..., :size], theta, start, scaling, layout=layout)
         return jnp.concatenate([turned_BTHN, x_BTHN[..., size:]], axis=-1)
     length, half = x_BTHN.shape[1], x_BTHN.shape[-1] // 2
     frequency_M = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     frequency_M = frequency_M if scaling is None else scaled_frequencies(frequency_M, scaling)
     if start is None:
-        positions_BT = partition.current().positions(length)[None]
+        positions_BT = layout.positions(length)[None]
     else:
         positions_BT = jnp.reshape(start, (-1, 1)) + jnp.arange(length)[None]
     angle_BTM = positions_BT.astype(jnp.float32)[..., None] * frequency_M
-    if partition.current().platform == "tpu":
+    if layout.platform == "tpu":
         return _turned(x_BTHN, jnp.cos(angle_BTM), jnp.sin(angle_BTM))
     cos_BTHM = jnp.cos(angle_BTM)[:, :, None]
     sin_BTHM = jnp.sin(angle_BTM)[:, :, None]

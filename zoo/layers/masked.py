@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo import partition
 from mupax.zoo.families import AttentionName, ConfigError
 from mupax.zoo.layers import kernels
 from mupax.zoo.layers.cpu_attention import merged_attention
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 
 def attend(
@@ -24,8 +24,9 @@ def attend(
     bias_HTS: jax.Array | None = None,
     implementation: AttentionName = "auto",
     block: int | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> jax.Array:
-    """Attention [B, T, H, N]; with a mask or a bias by XLA, else by whatever `kernels.attend` takes.
+    """Return attention [B, T, H, N], by XLA if there is a mask or a bias, else by the implementation that `kernels.attend` chooses.
 
     Args:
         q_BTHN: queries, with the logit scale.
@@ -36,6 +37,7 @@ def attend(
         bias_HTS: added to logits, float32.
         implementation: as `kernels.attend`.
         block: as `kernels.attend`.
+        layout: as `kernels.attend`.
 
     Raises:
         ConfigError: a named kernel has no mask or bias.
@@ -43,16 +45,18 @@ def attend(
     if (values := v_BSKN.shape[-1]) != q_BTHN.shape[-1]:
         masks = {"causal": causal, "mask_BS": mask_BS, "bias_HTS": bias_HTS}
         wide = kernels.widened(q_BTHN, k_BSKN, v_BSKN)
-        return attend(*wide, **masks, implementation=implementation, block=block)[..., :values]
+        return attend(*wide, **masks, implementation=implementation, block=block, layout=layout)[..., :values]
     if mask_BS is None and bias_HTS is None:
-        return kernels.attend(q_BTHN, k_BSKN, v_BSKN, causal=causal, implementation=implementation, block=block)
+        return kernels.attend(
+            q_BTHN, k_BSKN, v_BSKN, causal=causal, implementation=implementation, block=block, layout=layout
+        )
     if implementation not in ("auto", "xla"):
         raise ConfigError(
             f"model.compute.attention {implementation}: the kernel hides no padding and adds no relative positions; write auto or xla"
         )
-    layout = partition.current()
-    k_BSKN, v_BSKN = (partition.constrain(x_BSKN, "batch", None, "kv_heads", None) for x_BSKN in (k_BSKN, v_BSKN))
-    if layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads")):
+    k_BSKN = layout.constrain(k_BSKN, ("batch", None, "kv_heads", None))
+    v_BSKN = layout.constrain(v_BSKN, ("batch", None, "kv_heads", None))
+    if kernels.merges_heads(layout):
         return merged_attention(q_BTHN, k_BSKN, v_BSKN, causal=causal, mask_BS=mask_BS, bias_HTS=bias_HTS)
     mask_B1TS = None if mask_BS is None else mask_BS[:, None, None, :]
     bias_BHTS = None if bias_HTS is None else jnp.broadcast_to(bias_HTS, (1, *bias_HTS.shape))

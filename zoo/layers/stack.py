@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from mupax.zoo import partition
 from mupax.zoo.families import ComputeConfig
 from mupax.zoo.layers.cpu_attention import SAVED
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
     from mupax.zoo.experts.routing import Routing
@@ -57,8 +57,8 @@ offload.
 """
 
 
-def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
-    """Whether the stack is a loop.
+def runs_as_scan(compute: ComputeConfig, depth: int, *, layout: Layout = ONE_DEVICE) -> bool:
+    """Return whether the stack is a loop.
 
     auto: not on CPU, where a loop copies every layer's weights and gradients out of and into the stack, a tenth to a
     quarter of a step (`python -m scripts.bench.step.layers`); elsewhere it is one, for the compile time of deep models.
@@ -66,9 +66,10 @@ def runs_as_scan(compute: ComputeConfig, depth: int) -> bool:
     Args:
         compute: whose `layers` says auto, scan or unrolled.
         depth: blocks in the stack.
+        layout: of the devices that the stack is compiled for.
     """
     if compute.layers == "auto":
-        return partition.current().platform != "cpu" or depth > UNROLLED_DEPTH
+        return layout.platform != "cpu" or depth > UNROLLED_DEPTH
     return compute.layers == "scan"
 
 
@@ -107,8 +108,15 @@ def over_layers(
     return first, jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
 
 
-def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: ComputeConfig, *context: Any) -> jax.Array:
-    """The residual stream after `depth` blocks, [B, T, D].
+def residual_stack(
+    block: nnx.Module,
+    h_BTD: jax.Array,
+    depth: int,
+    compute: ComputeConfig,
+    *context: Any,
+    layout: Layout = ONE_DEVICE,
+) -> jax.Array:
+    """Return the residual stream after `depth` blocks, [B, T, D].
 
     Args:
         block: one module, its parameters stacked along a leading "layers" axis.
@@ -116,8 +124,9 @@ def residual_stack(block: nnx.Module, h_BTD: jax.Array, depth: int, compute: Com
         depth: size of that axis.
         compute: whether the stack is a loop, and what its backward pass keeps.
         *context: what every block takes beside the stream.
+        layout: how arrays lie on devices; a block with a field `layout` has it there already.
     """
-    return _stack(block, lambda block, h_BTD: (block(h_BTD, *context), None), h_BTD, depth, compute)[0]
+    return _stack(block, lambda block, h_BTD: (block(h_BTD, *context), None), h_BTD, depth, compute, layout)[0]
 
 
 def routed_stack(
@@ -127,11 +136,14 @@ def routed_stack(
     compute: ComputeConfig,
     *context: Any,
     scale_BL2: jax.Array | None = None,
+    layout: Layout = ONE_DEVICE,
 ) -> tuple[jax.Array, Routing | None]:
-    """The same, and what the routers of all blocks did, the mean over them (of counts the sum); None without experts.
+    """Apply all blocks.
+
+    Return the residual stream and the routing statistics (averaged over blocks, counts summed), None without experts.
 
     Args:
-        block, h_BTD, depth, compute, *context: as `residual_stack`.
+        block, h_BTD, depth, compute, *context, layout: as `residual_stack`.
         scale_BL2: what every branch is taken times, of an example, a block and its two branches; each as it is unless given.
     """
     each = () if scale_BL2 is None else (jnp.swapaxes(scale_BL2, 0, 1),)
@@ -139,7 +151,7 @@ def routed_stack(
     def call(block: Block, h_BTD: jax.Array, scale_B2: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
         return block.routed(h_BTD, *context, scale_B2=scale_B2)
 
-    return _stack(block, call, h_BTD, depth, compute, block.period, *each)
+    return _stack(block, call, h_BTD, depth, compute, layout, block.period, *each)
 
 
 def _stack(
@@ -148,6 +160,7 @@ def _stack(
     h_BTD: jax.Array,
     depth: int,
     compute: ComputeConfig,
+    layout: Layout,
     period: int = 1,
     *each_layer: jax.Array,
 ) -> tuple:
@@ -157,7 +170,7 @@ def _stack(
     """
     graph, state = nnx.split(block)
     stacked = (state, *each_layer)
-    scan, layout = runs_as_scan(compute, depth), partition.current()
+    scan = runs_as_scan(compute, depth, layout=layout)
 
     def layer(place: int, h_BTD: jax.Array, of_layer: tuple[nnx.State, ...]) -> tuple[jax.Array, Routing | None]:
         state, *inputs = of_layer

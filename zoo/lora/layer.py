@@ -14,10 +14,13 @@ from flax import nnx
 
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.linear import project
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 
 class Lora(nnx.Module):
     """scale * x A B."""
+
+    layout: Layout = ONE_DEVICE
 
     def __init__(self, scale: float, init: Init) -> None:
         self.scale = scale
@@ -30,7 +33,8 @@ class Lora(nnx.Module):
             x: [..., I].
             inputs: dimensions that I is.
         """
-        return self.scale * project(project(x, self.a[...], inputs=inputs), self.b[...])
+        low = project(x, self.a[...], inputs=inputs, layout=self.layout)
+        return self.scale * project(low, self.b[...], layout=self.layout)
 
 
 def merged(params: Mapping[str, Any], scale: float) -> dict[str, Any]:

@@ -163,7 +163,9 @@ def update(program: Program) -> Part:
             updates, opt_state = program.tx.update(grads, opt_state, params, factors=run.factors, hyper=hyper)
             return optax.apply_updates(params, updates), opt_state
 
-        params, opt_state = nonfinite.applied(jnp.isfinite(norm), moved, (state.params, state.opt_state))
+        before = (state.params, state.opt_state)
+        platform = program.layout.platform
+        params, opt_state = nonfinite.applied(jnp.isfinite(norm), moved, before, platform=platform)
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state), norm
 
     grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), state.params)

@@ -32,7 +32,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.pods import topology
-from mupax.zoo import configs, partition
+from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 
@@ -82,15 +82,14 @@ def without_factors(program: Program) -> jax.stages.Compiled:
     tx = plain_adamw(program, table)
 
     def loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-        model: Any = definition.bind(params, constants)  # pyright: ignore[reportArgumentType]
+        model: Any = definition.bind(params, constants, layout=program.layout)  # pyright: ignore[reportArgumentType]
         reading = model.reading(batch["inputs"])
         measured = on_devices(training=True)
-        sums = cross_entropy(reading, batch["targets"], batch["weights"], metrics=measured)
+        sums = cross_entropy(reading, batch["targets"], batch["weights"], metrics=measured, layout=program.layout)
         return sums.loss / sums.weight, sums.metrics["accuracy"] / sums.weight
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        with partition.using(program.layout):
-            (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
+        (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
         lr = config.optimizer.peak_lr * jnp.asarray(table)[opt_state[-1].count]
         updates, opt_state = tx.update(grads, opt_state, params)
         metrics = {"loss": loss, "accuracy": accuracy, "grad_norm": optax.tree.norm(grads), "lr": lr}

@@ -8,6 +8,7 @@ The losses of a small decoder after some steps, by halves, by the product, and b
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.program import assemble
 from mupax.zoo import configs
 from mupax.zoo.layers import linear
+from mupax.zoo.partition import Layout
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 from scripts.bench.pytorch.step import config_of
 from scripts.bench.step.xla_flags import random_batch
@@ -29,15 +31,16 @@ from scripts.bench.step.xla_flags import random_batch
 Rotary = Callable[..., jax.Array]
 
 
-def by_product(x_BTHN: jax.Array, theta: float, start: jax.Array | None = None) -> jax.Array:
-    """`linear.rotary` as it is compiled for TPUs.
+def by_product(x_BTHN: jax.Array, theta: float, *options: Any, layout: Layout | None = None) -> jax.Array:
+    """Turn positions as `linear.rotary` does when it is compiled for TPUs.
 
     Args:
-        x_BTHN, theta, start: as there.
+        x_BTHN, theta, *options: as there.
+        layout: of the run; another platform takes its place.
     """
-    device = mock.Mock(platform="tpu")
-    with mock.patch.object(linear.partition, "current", return_value=device):
-        return linear.rotary(x_BTHN, theta, start)
+    device = Layout(None, {}) if layout is None else copy.copy(layout)
+    device.platform = "tpu"
+    return linear.rotary(x_BTHN, theta, *options, layout=device)
 
 
 WAYS: dict[str, Rotary] = {"halves": linear.rotary, "product": by_product}

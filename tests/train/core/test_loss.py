@@ -26,10 +26,10 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.layers.linear import Reading
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 B, T, D, V = 8, 6, 16, 24
 PARTS = ("chunked", "vocab")
@@ -85,13 +85,14 @@ WEIGHTS = jnp.asarray((np.random.default_rng(2).uniform(size=(B, T)) > 0.3).asty
 
 
 def program(
-    how: Any, reference: Reading | None = None, layout: partition.Layout | None = None, targets: jax.Array = TARGETS
+    how: Any, reference: Reading | None = None, layout: Layout = ONE_DEVICE, targets: jax.Array = TARGETS
 ) -> Any:
     """(reading, weights) -> the sums, and gradients of three times the loss, in one program."""
 
     def total(reading: Reading, weights: jax.Array) -> tuple[jax.Array, LossSums]:
-        with partition.using(layout):
-            sums = loss.cross_entropy(reading, targets, weights, how=how, reference=reference, metrics=MEASURED)
+        sums = loss.cross_entropy(
+            reading, targets, weights, how=how, reference=reference, metrics=MEASURED, layout=layout
+        )
         return 3 * sums.loss, sums
 
     def sums(reading: Reading, weights: jax.Array) -> tuple[LossSums, Reading]:
@@ -102,7 +103,7 @@ def program(
 
 
 def sums_and_gradients(
-    reading: Reading, how: Any, reference: Reading | None = None, layout: partition.Layout | None = None,
+    reading: Reading, how: Any, reference: Reading | None = None, layout: Layout = ONE_DEVICE,
     targets: jax.Array = TARGETS, weights: jax.Array = WEIGHTS,
 ) -> Any:  # fmt: skip
     return program(how, reference, layout, targets)(reading, weights)
@@ -137,12 +138,11 @@ def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Rea
         assert abs(other[0].loss - expected[0].loss) > 1e-3
 
 
-def with_z_loss(how: Any, layout: partition.Layout | None = None, reference: Any = START) -> Any:
+def with_z_loss(how: Any, layout: Layout = ONE_DEVICE, reference: Any = START) -> Any:
     """Sums, and gradients of three times the loss with a z-loss, in one program."""
 
     def total(reading: Reading, z_loss: jax.Array) -> tuple[jax.Array, LossSums]:
-        with partition.using(layout):
-            sums = loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=reference, z_loss=z_loss)
+        sums = loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=reference, z_loss=z_loss, layout=layout)
         return 3 * sums.loss, sums
 
     return jax.jit(jax.grad(total, has_aux=True))
@@ -302,23 +302,21 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def products(how: Any, layout: partition.Layout) -> int:
+def products(how: Any, layout: Layout) -> int:
     """Matrix products of the loss and its gradient."""
 
     def total(reading: Reading) -> jax.Array:
-        with partition.using(layout):
-            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=START).loss
+        return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=START, layout=layout).loss
 
     jaxpr = jax.make_jaxpr(jax.grad(total))(FULL).jaxpr
     return sum(equation.primitive.name == "dot_general" for equation in equations(jaxpr))
 
 
-def shapes(how: Any, layout: partition.Layout | None = None) -> set[tuple[int, ...]]:
+def shapes(how: Any, layout: Layout = ONE_DEVICE) -> set[tuple[int, ...]]:
     """Of everything computed for the gradient."""
 
     def total(reading: Reading) -> jax.Array:
-        with partition.using(layout):
-            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how).loss
+        return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, layout=layout).loss
 
     return {
         tuple(v.aval.shape)
@@ -337,8 +335,9 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)))
 
     def total(reading: Reading) -> jax.Array:
-        with partition.using(layout):
-            return loss.cross_entropy(reading, TARGETS, WEIGHTS, how="chunked", metrics=on_devices(training=True)).loss
+        return loss.cross_entropy(
+            reading, TARGETS, WEIGHTS, how="chunked", metrics=on_devices(training=True), layout=layout
+        ).loss
 
     counts: dict[str, int] = {}
 

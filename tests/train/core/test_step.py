@@ -261,8 +261,8 @@ def test_the_state_is_given_away() -> None:
 # Where the state lies
 
 
-def chosen(keep: jax.Array, update: Any, before: tuple) -> tuple:
-    """`nonfinite.applied` as accelerators have it: every number of the state is chosen by itself."""
+def chosen(keep: jax.Array, update: Any, before: tuple, **_: Any) -> tuple:
+    """Choose every number of the state by itself, as `nonfinite.applied` does on accelerators."""
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), update(*before), before)
 
 

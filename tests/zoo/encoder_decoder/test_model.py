@@ -15,7 +15,7 @@ from mupax.presets.roles import Role
 from mupax.zoo.configs import ComputeConfig, ConfigError
 from mupax.zoo.definition import definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.encoder_decoder.relative import buckets
+from mupax.zoo.encoder_decoder.model import buckets
 
 B, S, T, V = 3, 9, 7, 23
 BART = EncoderDecoderConfig(

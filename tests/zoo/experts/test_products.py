@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.zoo.experts import products
+from mupax.zoo.experts import layer
 
 SIZES = (3, 0, 70, 27)
 """An expert without rows, and one with more than a block; 100 rows with some of no group."""
@@ -29,8 +29,8 @@ def test_every_way_is_the_product_with_each_rows_own_matrix(way: str, more: int)
     x, w, g = (random.normal(size=shape).astype("f4") for shape in ((rows + more, 24), (4, 24, 40), (rows, 40)))
     sizes = jnp.array((*SIZES, more) if more else SIZES, jnp.int32)
     ways = {
-        "megablox": functools.partial(products._megablox, interpret=True),
-        "blocks": lambda x, w, sizes: products._in_blocks(x, w, sizes[:4]),
+        "megablox": functools.partial(layer._megablox, interpret=True),
+        "blocks": lambda x, w, sizes: layer._in_blocks(x, w, sizes[:4]),
     }
 
     def pulled(of: Any) -> Any:

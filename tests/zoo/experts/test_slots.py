@@ -14,8 +14,8 @@ from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.experts import parallel
 from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.experts.parallel import Slots
 from mupax.zoo.experts.routing import Choice
-from mupax.zoo.experts.slots import Slots
 
 MODEL = DecoderConfig(
     width=8, depth=1, num_heads=2, vocab_size=11, seq_len=12, norm="rmsnorm", activation="swiglu", bias=True,
@@ -49,7 +49,12 @@ def test_slots_have_their_tokens_and_no_other() -> None:
 
 
 def by_masks(
-    expert: Callable[..., jax.Array], x_BTD: jax.Array, choice: Choice, capacity: int, weights: parallel.Weights
+    expert: Callable[..., jax.Array],
+    x_BTD: jax.Array,
+    choice: Choice,
+    capacity: int,
+    weights: parallel.Weights,
+    **_: Any,
 ) -> jax.Array:
     """Every token through every expert, times its gate where it has room."""
     experts_E1 = jnp.arange(len(weights["up"]))[:, None, None, None]

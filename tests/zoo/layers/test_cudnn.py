@@ -25,8 +25,8 @@ import pytest
 from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo import partition
 from mupax.zoo.layers.kernels import attend, why_not
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -56,7 +56,7 @@ CASES = [
 ]
 
 
-def results(case: Case, implementation: Any, layout: partition.Layout | None, dtype: Any) -> list[np.ndarray]:
+def results(case: Case, implementation: Any, layout: Layout, dtype: Any) -> list[np.ndarray]:
     """Output and gradients of queries, keys and values, in float32."""
     random = np.random.default_rng(5)
     shapes = [(2, case.length, heads, case.size) for heads in (case.heads, case.kv_heads, case.kv_heads)]
@@ -67,8 +67,7 @@ def results(case: Case, implementation: Any, layout: partition.Layout | None, dt
     segments = jnp.asarray(numbers) if case.segments else None
 
     def total(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        with partition.using(layout):
-            y = attend(*qkv, causal=case.causal, implementation=implementation, segments_BT=segments)
+        y = attend(*qkv, causal=case.causal, implementation=implementation, segments_BT=segments, layout=layout)
         return jnp.sum(y.astype(jnp.float32) * weights), y
 
     with jax.default_matmul_precision("highest"):
@@ -76,20 +75,19 @@ def results(case: Case, implementation: Any, layout: partition.Layout | None, dt
     return [np.asarray(x, np.float32) for x in (y, *gradients)]
 
 
-def differences(case: Case, layout: partition.Layout) -> list[float]:
+def differences(case: Case, layout: Layout) -> list[float]:
     """Of the kernel's output and three gradients from XLA's in float32, over the largest entry of each."""
-    expected = results(case, "xla", None, jnp.float32)
+    expected = results(case, "xla", ONE_DEVICE, jnp.float32)
     outputs = results(case, "cudnn", layout, jnp.bfloat16)
     return [float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(outputs, expected, strict=True)]
 
 
-def refusal(case: Case, layout: partition.Layout) -> str | None:
+def refusal(case: Case, layout: Layout) -> str | None:
     """Why these devices' kernel does not take a case; None where it does."""
     q, k = (
         jax.ShapeDtypeStruct((2, case.length, heads, case.size), jnp.bfloat16) for heads in (case.heads, case.kv_heads)
     )
-    with partition.using(layout):
-        return why_not("cudnn", q, k, case.causal, apart=case.segments)
+    return why_not("cudnn", q, k, case.causal, apart=case.segments, layout=layout)
 
 
 def missing() -> str | None:

@@ -21,11 +21,11 @@ from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.chips import CHIPS
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, ConfigError
 from mupax.zoo.layers.flash import BLOCK, BLOCKS, block_of, cudnn_attention, ring_attention, splash_attention
 from mupax.zoo.layers.kernels import attend, merged_attention, tiled_attention, why_not
 from mupax.zoo.layers.ring import ring
+from mupax.zoo.partition import Layout
 
 
 class Device(MeshLayout):
@@ -44,12 +44,11 @@ def projections(
     return tuple(np.asarray(random.standard_normal(shape), dtype) for shape in shapes)
 
 
-def outputs_and_gradients(run: Any, qkv: Any, layout: partition.Layout | None = None) -> Any:
+def outputs_and_gradients(run: Any, qkv: Any, layout: Layout | None = None) -> Any:
     weights = np.random.default_rng(6).standard_normal(qkv[0].shape).astype(np.float32)
 
     def total(*qkv: jax.Array) -> tuple[jax.Array, jax.Array]:
-        with partition.using(layout):
-            y = run(*qkv)
+        y = run(*qkv) if layout is None else run(*qkv, layout=layout)
         return jnp.sum(y * weights), y
 
     (_, y), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2), has_aux=True))(*qkv)
@@ -166,11 +165,10 @@ def test_a_window_and_a_cap_are_what_their_definitions_say(window: int, cap: flo
     ways = {
         "merged": merged_attention,
         "by platform": attend,
-        "xla": attend,
+        "xla": functools.partial(attend, layout=Device("cpu", data=4, tensor=2)),
     }  # tiles of 64 queries, and XLA of many devices
     for name, way in ways.items():
-        with partition.using(Device("cpu", data=4, tensor=2) if name == "xla" else None):
-            y = output(way, qkv, causal=True, window=window, cap=cap)
+        y = output(way, qkv, causal=True, window=window, cap=cap)
         np.testing.assert_allclose(y, expected, atol=2e-6, err_msg=name)
     assert (np.abs(expected - whole).max() > 0.1) == (
         window < 128 or cap is not None
@@ -186,9 +184,9 @@ def test_kernels_take_a_window_and_a_cap_or_say_why_not() -> None:
         for got, want in zip(outputs_and_gradients(way, qkv), expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
     for kernel, platform in (("ring", "tpu"), ("cudnn", "gpu")):
-        with partition.using(Device(platform)):
-            assert "model.window" in (why_not(kernel, *qkv[:2], True, 100) or "")  # pyright: ignore
-            assert "model.attention_softcap is 1.5" in (why_not(kernel, *qkv[:2], True, None, 1.5) or "")  # pyright: ignore
+        reason = functools.partial(why_not, kernel, *qkv[:2], True, layout=Device(platform))
+        assert "model.window" in (reason(100) or "")
+        assert "model.attention_softcap is 1.5" in (reason(None, 1.5) or "")
 
 
 SEGMENTS = np.cumsum(np.random.default_rng(7).random((2, 256)) < 0.02, axis=1, dtype=np.int32)
@@ -232,12 +230,11 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
             lambda q, k, v, name=name, **how: calls.append(name) or q,
         )
 
-    def choose(layout: partition.Layout, apart: bool = False, **changes: Any) -> str:
+    def choose(layout: Layout, apart: bool = False, **changes: Any) -> str:
         calls.clear()
-        with partition.using(layout):
-            qkv = projections(**changes)
-            segments_BT = jnp.zeros(qkv[0].shape[:2], jnp.int32) if apart else None
-            jax.eval_shape(lambda *qkv: attend(*qkv, causal=True, segments_BT=segments_BT), *qkv)
+        qkv = projections(**changes)
+        segments_BT = jnp.zeros(qkv[0].shape[:2], jnp.int32) if apart else None
+        jax.eval_shape(functools.partial(attend, causal=True, segments_BT=segments_BT, layout=layout), *qkv)
         return calls[0] if calls else "xla"
 
     half = {"dtype": jnp.bfloat16}
@@ -274,11 +271,8 @@ def test_auto_takes_the_kernel_of_the_platform(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_a_kernel_that_cannot_says_why(name: Any, platform: str, changes: dict[str, Any], why: str) -> None:
-    with (
-        partition.using(Device(platform)),
-        pytest.raises(ConfigError, match=f"model.compute.attention {name}: .*{why}"),
-    ):
-        attend(*projections(**changes), causal=True, implementation=name)
+    with pytest.raises(ConfigError, match=f"model.compute.attention {name}: .*{why}"):
+        attend(*projections(**changes), causal=True, implementation=name, layout=Device(platform))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,9 +296,9 @@ class Gpu:
 )
 def test_the_gpus_at_hand_decide(capability: str, size: int, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, _ = projections(size=size, dtype=jnp.bfloat16)
-    with partition.using(Device("gpu")):
-        monkeypatch.setattr(jax, "local_devices", lambda: [Gpu("12.0"), Gpu(capability)])
-        reason = why_not("cudnn", q, k, True)
+    layout = Device("gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [Gpu("12.0"), Gpu(capability)])
+    reason = why_not("cudnn", q, k, True, layout=layout)
     assert reason is None if why is None else why in str(reason)
 
 

@@ -20,11 +20,11 @@ from jax.extend.core import jaxprs_in_params
 from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.mesh import make_mesh
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.layers import flash, kernels
 from mupax.zoo.layers.stack import CUDNN
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 FORWARD_RUNS = {"none": 1, "dots": 1, "attention": 1, "block": 2}
 """Remat policy to times that attention runs forward: the last one is the control."""
@@ -48,12 +48,13 @@ def numbers(model_definition: Definition) -> tuple[dict[str, jax.Array], dict[st
     return params, {name: jnp.ones(f["shape"], jnp.float32) for name, f in model_definition.factors.items()}
 
 
-def gradient(model_definition: Definition) -> Callable[..., Any]:
+def gradient(model_definition: Definition, layout: Layout = ONE_DEVICE) -> Callable[..., Any]:
     _, factors = numbers(model_definition)
     tokens = jnp.asarray(np.random.default_rng(5).integers(0, 17, (2, 128)), jnp.int32)
 
     def loss(params: dict[str, jax.Array]) -> jax.Array:
-        logits_BTV = model_definition.bind(params, factors)(tokens)  # pyright: ignore[reportCallIssue]
+        network: Any = model_definition.bind(params, factors, layout=layout)
+        logits_BTV = network(tokens)
         return jnp.mean(jax.nn.logsumexp(logits_BTV, axis=-1) - logits_BTV[..., 3])
 
     return jax.value_and_grad(loss)
@@ -112,5 +113,5 @@ def test_the_kernel_of_cudnn_runs_forward_once_though_it_names_nothing(monkeypat
     monkeypatch.setattr(kernels, "chosen", lambda *_, **__: "cudnn")
     for remat, runs in FORWARD_RUNS.items():
         model_definition = model(remat=remat, dtype="bfloat16")
-        with partition.using(layout):
-            assert counts(gradient(model_definition), numbers(model_definition)[0])[CUDNN] == runs, remat
+        run = gradient(model_definition, layout)
+        assert counts(run, numbers(model_definition)[0])[CUDNN] == runs, remat

@@ -15,7 +15,7 @@ from mupax.presets import Role
 from mupax.presets.roles import OWN
 from mupax.train.config.run import Config
 from mupax.train.core.costs import losses
-from mupax.zoo import flops, partition
+from mupax.zoo import flops
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import AttentionName, Remat
 from mupax.zoo.layers.kernels import chosen, tiled
@@ -157,9 +157,9 @@ def attention_of(config: Config, definition: Definition, layout: Layout) -> Atte
         jax.ShapeDtypeStruct((1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(model.compute.dtype))
         for heads in ("heads", "kv_heads")
     )
-    with partition.using(layout):
-        sight = model.sight if isinstance(model, TransformerConfig) else Sight(model.causal)
-        return chosen(model.compute.attention, q_BTHN, k_BSKN, *sight, apart=config.data.document_mask)
+    sight = model.sight if isinstance(model, TransformerConfig) else Sight(model.causal)
+    apart = config.data.document_mask
+    return chosen(model.compute.attention, q_BTHN, k_BSKN, *sight, apart=apart, layout=layout)
 
 
 def _numbers(
@@ -189,11 +189,10 @@ def _numbers(
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
     if blocks.stack == OWN and config.model.compute.remat == "attention":
         norms = length * sizes["heads"] / layout.ways("heads") * 4 / itemsize  # of the softmax, in float32
-        with partition.using(layout):
-            if tiled(config.model.causal, blocks.length):
-                saved["attention"] += attended * 4 / itemsize + 2 * norms
-            elif attention_of(config, definition, layout) in ONCE:
-                saved["attention"] += attended + norms
+        if tiled(config.model.causal, blocks.length, layout=layout):
+            saved["attention"] += attended * 4 / itemsize + 2 * norms
+        elif attention_of(config, definition, layout) in ONCE:
+            saved["attention"] += attended + norms
     if blocks.stack != OWN:  # with a mask attention is XLA's, whose weights and their gradient are matrices of float32
         weights = sizes["heads"] / layout.ways("heads") * length * max(blocks.length, blocks.memory)
         backward += 2 * weights * 4 / itemsize

@@ -77,7 +77,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
     if grads is None or by_chunk is None:
         return sums, None
     features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
-    weight = reduce_scatter(_psum(grads.weight, plan.shared), plan.scattered, 0)
+    weight = reduce_scatter(_psum(grads.weight, plan.shared), plan.scattered, 0, layout=plan.layout)
     scale, bias = _psum((_psum(grads.scale, plan.over_vocab), grads.bias), plan.summed)
     return sums, Reading(_psum(features, plan.over_vocab), weight, scale, bias)
 
@@ -92,9 +92,9 @@ def _of_chunk(
 ) -> tuple[TokenStatistics, Reading | None]:
     """Return the statistics of a chunk's tokens, and the gradients of this device's part of the vocabulary."""
     targets_N, weights_N = chunk.targets, chunk.weights
-    own_NV = logits_NV = reading.logits()
+    own_NV = logits_NV = reading.logits(plan.layout)
     if reference is not None:
-        logits_NV = logits_NV - reference.logits()
+        logits_NV = logits_NV - reference.logits(plan.layout)
     columns = logits_NV.shape[1]
     offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
     column_NV = jax.lax.broadcasted_iota(jnp.int32, logits_NV.shape, 1) + offset

@@ -64,9 +64,9 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
 
     def read_part(cut: slice, after: jax.Array | None = None) -> _Part:
         read = part(reading, cut, after)
-        own_NV = logits_NV = read.logits()
+        own_NV = logits_NV = read.logits(plan.layout)
         if reference is not None:
-            logits_NV = logits_NV - part(reference, cut, after).logits()
+            logits_NV = logits_NV - part(reference, cut, after).logits(plan.layout)
         return _Part(logits_NV, own_NV, read.weight)
 
     def column(cut: slice) -> jax.Array:
@@ -144,7 +144,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
         back_ND, row_DV, features_ND, exp_N, *bias = jax.lax.optimization_barrier(done)
         biases += bias
         row_DV = jax.lax.psum(row_DV, plan.shared) if plan.shared else row_DV
-        rows.append(reduce_scatter(row_DV, plan.scattered, 0))
+        rows.append(reduce_scatter(row_DV, plan.scattered, 0, layout=plan.layout))
     # Before the layers: else the compiler takes the last products and sums with it through their loop, with what they are of.
     back_ND, *rows = jax.lax.optimization_barrier((back_ND, *rows))
     back_ND, weight_DV = several(jax.lax.psum, back_ND), jnp.concatenate(rows, axis=1)

@@ -17,7 +17,6 @@ import numpy as np
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
 from mupax.train.reuse.generate.sampling import DEFAULT, AnySampling, DecodingError, Sampling, draw
-from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, multiplied
 from mupax.zoo.layers import cache as caches
 from mupax.zoo.transformer import transformer
@@ -225,12 +224,11 @@ class Generator:
         """Logits [B, V] after the token at a position of the text, and the caches with all of it."""
         self.compilations += 1  # runs when a program is traced, and never again
         logits, after = [], []
-        with partition.using(self.layout):
-            for params, cache in zip(weights, read, strict=True):
-                net: Any = self._definition.bind(params, forward)
-                h_BTD, filled = net.cached(text_BT, cache, fresh=fresh)
-                logits.append(net.read(jax.lax.dynamic_slice_in_dim(h_BTD, at, 1, axis=1))[:, 0])
-                after.append(filled)
+        for params, cache in zip(weights, read, strict=True):
+            net: Any = self._definition.bind(params, forward, layout=self.layout)
+            h_BTD, filled = net.cached(text_BT, cache, fresh=fresh)
+            logits.append(net.read(jax.lax.dynamic_slice_in_dim(h_BTD, at, 1, axis=1))[:, 0])
+            after.append(filled)
         return logits[0] - logits[1] if len(logits) == 2 else logits[0], tuple(after)
 
     def _drawn(self, logits_BV: jax.Array, key: jax.Array, number: jax.Array, drawn: AnySampling | None) -> jax.Array:
@@ -244,19 +242,18 @@ class Generator:
         """Scores of texts that are padded on the right; logits of `_BLOCK` positions exist at once."""
         self.compilations += 1
         inputs_BT, next_BT = tokens
-        with partition.using(self.layout):
-            nets: list[Any] = [self._definition.bind(params, forward) for params in weights]
-            empty = caches.empty(self.model, inputs_BT.shape[0])
-            h = [net.cached(inputs_BT, empty, fresh=True)[0].swapaxes(0, 1) for net in nets]
+        nets: list[Any] = [self._definition.bind(params, forward, layout=self.layout) for params in weights]
+        empty = caches.empty(self.model, inputs_BT.shape[0])
+        h = [net.cached(inputs_BT, empty, fresh=True)[0].swapaxes(0, 1) for net in nets]
 
-            def place(one: tuple[Any, jax.Array]) -> Scores:
-                h, next_B = one
-                logits = [net.read(h_BD[:, None])[:, 0] for net, h_BD in zip(nets, h, strict=True)]
-                logp_BV = jax.nn.log_softmax(logits[0] - logits[1] if len(logits) == 2 else logits[0])
-                values_BK, ids_BK = jax.lax.top_k(logp_BV, top)
-                return Scores(jnp.take_along_axis(logp_BV, next_B[:, None], axis=1)[:, 0], values_BK, ids_BK)
+        def place(one: tuple[Any, jax.Array]) -> Scores:
+            h, next_B = one
+            logits = [net.read(h_BD[:, None])[:, 0] for net, h_BD in zip(nets, h, strict=True)]
+            logp_BV = jax.nn.log_softmax(logits[0] - logits[1] if len(logits) == 2 else logits[0])
+            values_BK, ids_BK = jax.lax.top_k(logp_BV, top)
+            return Scores(jnp.take_along_axis(logp_BV, next_B[:, None], axis=1)[:, 0], values_BK, ids_BK)
 
-            scores = jax.lax.map(place, (h, next_BT.T), batch_size=_BLOCK)
+        scores = jax.lax.map(place, (h, next_BT.T), batch_size=_BLOCK)
         return jax.tree.map(lambda x: x.swapaxes(0, 1), scores)
 
 

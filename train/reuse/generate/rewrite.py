@@ -16,7 +16,6 @@ import numpy as np
 from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs
 from mupax.train.reuse.generate.sampling import DEFAULT, DecodingError, Sampling, draw
-from mupax.zoo import partition
 from mupax.zoo.definition import Arrays, multiplied
 from mupax.zoo.layers import cache as caches
 from mupax.zoo.transformer import transformer
@@ -117,9 +116,8 @@ class Rewriter:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The best text of every input, int32 [B, length], its tokens, int32 [B], and whether all logits were finite."""
         rows = len(arrays[0]) * self._beams
-        with partition.using(self._layout):
-            networks: list[Any] = [self._definition.bind(params, self._forward) for params in weights]
-            memories = [net.remember(*arrays).repeated(self._beams) for net in networks]
+        networks: list[Any] = [self._definition.bind(params, self._forward, layout=self._layout) for params in weights]
+        memories = [net.remember(*arrays).repeated(self._beams) for net in networks]
         empty = tuple(caches.empty(self._model, rows) for _ in weights)
         first_R = jnp.arange(rows) % self._beams == 0  # beams begin alike: all but one would be copies of it
         text = _Text(
@@ -137,11 +135,10 @@ class Rewriter:
         newest_R = jax.lax.dynamic_slice_in_dim(text.out, jnp.maximum(text.number - 1, 0), 1, axis=1)[:, 0]
         newest_R1 = jnp.where(text.number == 0, self._start, newest_R)[:, None]
         logits, read = [], []
-        with partition.using(self._layout):
-            for net, memory, cache in zip(networks, memories, text.caches, strict=True):
-                h_R1D, filled = net.cached(newest_R1, cache, memory)
-                logits.append(net.read(h_R1D)[:, 0])
-                read.append(filled)
+        for net, memory, cache in zip(networks, memories, text.caches, strict=True):
+            h_R1D, filled = net.cached(newest_R1, cache, memory)
+            logits.append(net.read(h_R1D)[:, 0])
+            read.append(filled)
         logits_RV = logits[0] - logits[1] if len(logits) == 2 else logits[0]
         finite = text.finite & jnp.all(jnp.isfinite(jnp.max(logits_RV, axis=-1)))
         chances_RV = jax.nn.log_softmax(logits_RV, axis=-1)

@@ -14,10 +14,10 @@ from mupax.presets.roles import AXES, ParamSpec, PresetError
 from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.studies.roles.deduce import Roles, Sample, deduce
 from mupax.train.studies.roles.interpret import trace
-from mupax.zoo import partition
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.functional.tree import named_leaves
+from mupax.zoo.partition import ONE_DEVICE, Layout
 
 BATCH = 2
 _ALONE = {
@@ -75,27 +75,30 @@ def roles_of_config(config: ModelConfig) -> Roles:
     example = {k: jax.ShapeDtypeStruct((BATCH, *a.shape), a.dtype) for k, a in config.example().items()}
     samples = [_sample(of) for of in (config, *variations(config))]
     # As for a CPU, where attention is made of operations: through a kernel nothing could be seen.
-    cpu = partition.Layout(Mesh(np.array(jax.devices("cpu")[:1]), "data"), {})
-    with partition.using(cpu):
-        graph = trace(loss_of(model), model.abstract, example)
+    cpu = Layout(Mesh(np.array(jax.devices("cpu")[:1]), "data"), {})
+    graph = trace(loss_of(model, cpu), model.abstract, example)
     return deduce(graph, samples)
 
 
-def loss_of(model: Definition) -> Callable[[Mapping[str, Any], Mapping[str, Any]], jax.Array]:
-    """The loss of a model of the zoo, of parameters and a batch, every factor being 1.
+def loss_of(
+    model: Definition, layout: Layout = ONE_DEVICE
+) -> Callable[[Mapping[str, Any], Mapping[str, Any]], jax.Array]:
+    """Return the loss of a model of the zoo, of parameters and a batch, every factor being 1.
 
     Args:
         model: taken apart.
+        layout: of the devices that the loss is traced for.
     """
     ones = {name: np.ones(of["shape"], np.float32) for name, of in model.factors.items()}
 
     def loss(params: Mapping[str, Any], batch: Mapping[str, Any]) -> jax.Array:
-        module: Any = model.bind(params, ones)
+        module: Any = model.bind(params, ones, layout=layout)
         inputs = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")}
         reader = getattr(module, "reading", None)
         if reader is None:
             return cross_entropy_from_logits(module(batch["inputs"], **inputs), batch["targets"], batch["weights"]).loss
-        sums = cross_entropy(reader(batch["inputs"], **inputs), batch["targets"], batch["weights"], how="plain")
+        reading = reader(batch["inputs"], **inputs)
+        sums = cross_entropy(reading, batch["targets"], batch["weights"], how="plain", layout=layout)
         return sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
 
     return loss

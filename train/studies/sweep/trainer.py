@@ -24,7 +24,6 @@ from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
 from mupax.train.data import Data
-from mupax.zoo import partition
 from mupax.zoo.definition import LIKE
 
 _OF_MEMORY = 0.8
@@ -103,8 +102,7 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
     compiled = many.lower(abstract, step_inputs, feed).compile(compiler_options=program.compiler_options())
 
     def sums(params: Any, run: StepInputs, batch: Batch) -> Any:
-        with partition.using(program.layout):
-            return batch_sums(program.definition, params, run, batch)
+        return batch_sums(program.definition, params, run, batch, layout=program.layout)
 
     score = jax.jit(jax.vmap(sums, in_axes=(0, 0, None), spmd_axis_name=split), out_shardings=over)
     births = jax.jit(jax.vmap(program.definition.initialize), out_shardings=shardings[0].params)

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mupax.zoo import partition
 from mupax.zoo.layers.cpu_attention import SAVED
+from mupax.zoo.partition import Layout
 
 Residuals = tuple[jax.Array, ...]
 """Queries, keys, values, outputs and log-sum-exp: what gradients need."""
@@ -57,14 +57,14 @@ def ring(
     return jnp.swapaxes(_attended(names, part, causal, *heads_first, *segments), 1, 2)
 
 
-def zigzag(*arrays: jax.Array, back: bool = False) -> list[jax.Array]:
-    """Arrays [B, T, ...] in zig-zag: parts d and 2D-1-d of T on device d in place of 2d and 2d+1; or back.
+def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.Array]:
+    """Return arrays [B, T, ...] in zig-zag, parts d and 2D-1-d of T on device d in place of 2d and 2d+1; or bring them back.
 
     Args:
         arrays: whole, of two to four dimensions; devices split B and T, and heads where there are four.
+        layout: how they lie on devices.
         back: from zig-zag to the order of positions.
     """
-    layout = partition.current()
     names, ways = layout.names("sequence"), layout.ways("sequence")
     # Even parts and odd ones: of each kind a device has one before and one after.
     to = [part if part < ways else 2 * ways - 1 - part for part in range(2 * ways)]
@@ -91,24 +91,14 @@ def zigzag(*arrays: jax.Array, back: bool = False) -> list[jax.Array]:
     return [moved(x) for x in arrays]
 
 
-def in_zigzag(
-    stack: Callable[..., tuple[jax.Array, Any]], h_BTD: jax.Array, *context: jax.Array
-) -> tuple[jax.Array, Any]:
-    """What a residual stack makes of h, and what its routers did, with positions in zig-zag within it.
+def zigzag_layout(layout: Layout) -> Layout:
+    """Return the same layout with positions in zig-zag, for a stack whose attention goes in a ring.
 
-    There rotary positions alone ask where they lie.
-
-    Args:
-        stack: of blocks whose attention goes in a ring, a function of h and the context.
-        h_BTD: by positions, as is what comes out.
-        *context: [B, T, ...] by positions.
+    Only rotary positions ask where positions lie.
     """
-    layout = copy.copy(partition.current())
-    layout.zigzag = True
-    h_BTD, *rest = zigzag(h_BTD, *context)
-    with partition.using(layout):
-        h_BTD, routing = stack(h_BTD, *rest)
-    return zigzag(h_BTD, back=True)[0], routing
+    moved = copy.copy(layout)
+    moved.zigzag = True
+    return moved
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

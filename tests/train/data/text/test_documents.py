@@ -28,7 +28,6 @@ from mupax.train.data import Data
 from mupax.train.data.records import corpus
 from mupax.train.data.text.mixture import Mixture
 from mupax.train.data.text.named_tokenizers import train_bpe
-from mupax.zoo import partition
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from tests.fixtures.command_line import Capture, refused
 
@@ -67,8 +66,8 @@ def model(config: Config) -> Any:
     params, factors = program.initial_state().params, program.inputs.factors
 
     def run(inputs: Any, packing: Any) -> jax.Array:
-        with partition.using(program.layout):
-            return program.definition.model(params, factors.multiplier, factors.forward)(inputs, **packing)
+        network = program.definition.model(params, factors.multiplier, factors.forward, layout=program.layout)
+        return network(inputs, **packing)
 
     return jax.jit(run)
 

@@ -17,7 +17,6 @@ from mupax.train.core.state import Batch, StepInputs, TrainState
 from mupax.train.core.step import logits_of
 from mupax.train.data import Data
 from mupax.train.run.report.mirrors.tags import Histogram, Media
-from mupax.zoo import partition
 from mupax.zoo.definition import Arrays
 
 _PARTS = 64
@@ -78,8 +77,8 @@ class Snapshots:
 
 def _predicted(program: Program, count: int, params: Arrays, run: StepInputs, batch: Batch) -> tuple[jax.Array, ...]:
     """Images, classes, weights and likeliest classes of the first examples of a batch."""
-    with partition.using(program.layout):
-        likeliest = logits_of(program.definition, params, run, batch["inputs"]).argmax(-1)
+    logits = logits_of(program.definition, params, run, batch["inputs"], layout=program.layout)
+    likeliest = logits.argmax(-1)
     return tuple(x[:count] for x in (batch["inputs"], batch["targets"], batch["weights"], likeliest))
 
 
