@@ -253,8 +253,8 @@ class Checkpoints(RankedFolder):
             if parts is None:
                 self._failure = part.get("error")
                 return
-            whole = together.whole(parts)
-            content = Manifest(step=step, data=facts, record=self.record, assets=self.assets, **whole)
+            complete = together.whole(parts)
+            content = Manifest(step=step, data=facts, record=self.record, assets=self.assets, **complete)
             self._before()
             self.publish(content)
             self._failed_in_a_row = 0

@@ -90,12 +90,12 @@ def parse(
     argv = with_group_constants(argv, default.preset.constants)
     start = Command(config=default)
     argv = command_line.with_dashed_values(argv, start)
-    flag_help = None
+    listing = None
     if {"-h", "--help"} & set(argv):
         from mupax.train.config import short_help
 
-        flag_help = short_help.flag_help(argv, command_line.flag_names(start), prog)
-    command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe), flag_help)
+        listing = short_help.flag_help(argv, command_line.flag_names(start), prog)
+    command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe), listing)
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog, "--help all")
     if command.config.preset.joint != "none":
         from mupax.train.config import tuned

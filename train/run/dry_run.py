@@ -75,7 +75,7 @@ def _costs(program: Program) -> str:
     train_flops = flops.train_flops(model)
     leaves = jax.tree.leaves(program.abstract)
     state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
-    rows = {
+    costs = {
         "parameters": f"{program.definition.count():,}"
         + (f", {program.frozen:,} of them frozen" if program.frozen else ""),
         "batch": f"{config.data.batch_size} {f'x {model.units} ' if model.units > 1 else ''}{unit}s",
@@ -85,21 +85,21 @@ def _costs(program: Program) -> str:
         "state per device": terminal.gib(state),
     }
     if warmup := config.scaled_optimizer.warmup_steps:
-        rows["warm-up"] = f"{warmup:,} steps, {warmup * per_step:,} {unit}s"
+        costs["warm-up"] = f"{warmup:,} steps, {warmup * per_step:,} {unit}s"
     if program.inputs.hyper.weight_decay:
-        rows["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
+        costs["decay averages"] = joint.decay_text(config.scaled_optimizer, config.steps)
     absent = program.mesh.size - jax.device_count()
     if absent > 0:
-        rows["mesh"] += f"; {absent} of them are not here, where a run would be refused"
+        costs["mesh"] += f"; {absent} of them are not here, where a run would be refused"
     if usage := fit.needs(program):
         how = "compiled for this mesh" if usage.compiled else "estimated from the step of one"
-        rows["step needs"] = f"{terminal.gib(usage.temporary)} for activations and gradients, {how}"
+        costs["step needs"] = f"{terminal.gib(usage.temporary)} for activations and gradients, {how}"
         if usage.saved:
-            rows["a checkpoint needs"] = f"{terminal.gib(usage.saved)} for a copy of the state while steps go on"
-        rows["peak per device"] = f"about {terminal.gib(usage.peak)}"
+            costs["a checkpoint needs"] = f"{terminal.gib(usage.saved)} for a copy of the state while steps go on"
+        costs["peak per device"] = f"about {terminal.gib(usage.peak)}"
         limit = fit.room(program.mesh.devices.flat[0])
         if limit:
             problem = fit.verdict(program, usage, limit)
-            rows["does not fit" if problem else "fits"] = problem or f"{terminal.gib(limit)} a device"
-    rows |= save_time.rows(config.workdir or f"runs/{config.recipe}", program.abstract)
-    return f"cost\n{terminal.table([*rows.items()], indent=1)}"
+            costs["does not fit" if problem else "fits"] = problem or f"{terminal.gib(limit)} a device"
+    costs |= save_time.rows(config.workdir or f"runs/{config.recipe}", program.abstract)
+    return f"cost\n{terminal.table([*costs.items()], indent=1)}"

@@ -37,7 +37,7 @@ def leave(session: Session, params: Arrays) -> None:
     """
     program, data, inputs, rt = session.program, session.data, session.inputs, session.rt
     config, folder, leader, count = program.config, rt.files, rt.processes.leader, program.definition.count()
-    relative = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
+    form = f"relative to {config.preset.base}" if config.preset.base else "in absolute form"
     files = [folder / metrics.FILE_NAME]
     if config.log.samples and (config.model.generates or config.model.denoises):
         files.append(folder / "sample.txt")
@@ -65,7 +65,7 @@ def leave(session: Session, params: Arrays) -> None:
     sets = {name: one.bytes_per_token for name, one in session.sets.items()}
     with _extra(rt, "loss.png"):
         report.loss_plot(files[0], curve, references, title, bytes_per_token=data.bytes_per_token, sets=sets)
-    facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {relative}"}
+    facts = {"model": f"{count:,} parameters", "preset": f"{program.preset.label}, {form}"}
     facts |= {"stopped early": session.evaluations.stopped} if session.evaluations.stopped else {}
     with _extra(rt, "the summary"):
         report.summary(

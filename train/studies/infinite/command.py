@@ -89,17 +89,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     images, targets = course.examples(config, args.images)
     dtype = np.float64 if args.float64 else np.float32
-    limit = course.limit(config, images, targets, heads=args.heads, draws=args.draws, seed=config.seed, dtype=dtype)
+    infinite = course.limit(config, images, targets, heads=args.heads, draws=args.draws, seed=config.seed, dtype=dtype)
     nets = {
         count: course.finite(setup.with_heads(config, count), images, targets, seeds=args.seeds)
         for count in args.finite
     }
-    terminal.say(f"\n{terminal.table(rows(limit, nets))}")
+    terminal.say(f"\n{terminal.table(rows(infinite, nets))}")
     if args.json:
-        record = {"limit": _plain(limit), "finite": {str(count): _plain(net) for count, net in nets.items()}}
+        record = {"limit": _plain(infinite), "finite": {str(count): _plain(net) for count, net in nets.items()}}
         Path(args.json).write_text(json.dumps({"heads": args.heads, **record}) + "\n")
     if args.figure:
-        picture(limit, nets, f"{args.model}, N = {model.heads_dim}, L = {model.depth}").savefig(args.figure)
+        picture(infinite, nets, f"{args.model}, N = {model.heads_dim}, L = {model.depth}").savefig(args.figure)
     return 0
 
 

@@ -85,14 +85,19 @@ def _fact(matrices: Matrices, of_attention: list[Attention], use: Use) -> Fact:
         raise Refusal(f"it goes into {use.node.op}, through which nothing can be seen; declare its role")
     if use.view.kind == "derived":
         raise Refusal(f"it is computed with ({use.view.op}) before it meets an activation; apply it as it is stored")
-    fact = matrices.at[use.node, use.param] if use.node in flow.matrices else vectors.fact(matrices, use)
+    declared = matrices.at[use.node, use.param] if use.node in flow.matrices else vectors.fact(matrices, use)
     memory = [use.other for of in of_attention if of.cross for node, _ in of.keys for use in flow.matrices[node]]
     encoder = any(x is not None and flow.precedes(use.node, x) for x in memory)
-    if fact.role in (Role.NORM_GAIN, Role.BIAS) and fact.in_block and not encoder and fact.of in (None, Role.NORM_GAIN):
+    if (
+        declared.role in (Role.NORM_GAIN, Role.BIAS)
+        and declared.in_block
+        and not encoder
+        and declared.of in (None, Role.NORM_GAIN)
+    ):
         nexts = [end for end, _, _ in flow.reaches(use.node) if flow.matrix(end)]
         crossed = [any(node is end for of in of_attention if of.cross for node, _ in of.queries) for end in nexts]
-        fact = dataclasses.replace(fact, cross=bool(crossed) and all(crossed))
-    return dataclasses.replace(fact, encoder=encoder, shared=_shared(matrices, use, fact))
+        declared = dataclasses.replace(declared, cross=bool(crossed) and all(crossed))
+    return dataclasses.replace(declared, encoder=encoder, shared=_shared(matrices, use, declared))
 
 
 def _shared(matrices: Matrices, use: Use, fact: Fact) -> tuple[str, ...]:
