@@ -117,8 +117,8 @@ def _with(preset: Preset, differences: Sequence[Difference], line: Line) -> Pres
         fitting = {d.quantity: power for d, power in changes if _is(spec, d)}
         if spec.tied:
             return dataclasses.replace(row, multiplier=row.multiplier * fitting.get("rate", ONE))
-        for quantity, power in fitting.items():
-            row = _CHANGE[quantity](row, power)
+        for quantity, factor in fitting.items():
+            row = _CHANGE[quantity](row, factor)
         return row
 
     return dataclasses.replace(preset, rule=rule, logits=logits, branch=branch, form=None)

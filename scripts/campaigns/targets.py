@@ -126,10 +126,10 @@ def _metrics(folder: Path) -> Path:
 
 def _reported(folder: Path) -> None:
     from mupax.terminal import rich_console
-    from mupax.train.run.report import metrics, report
+    from mupax.train.run.report import finish, metrics
 
     metrics.has_evaluation(folder, 6)
-    report.summary(rich_console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={})
+    finish.summary(rich_console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={})
     metrics.MetricsWriter(folder, resume_step=5).close()
 
 

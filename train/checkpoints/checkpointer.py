@@ -3,6 +3,8 @@
 A checkpoint is written as STEP.saving. When its arrays were read back from the files and found to be those that were saved,
 it gets its manifest and its name STEP, and only then an older one is deleted: what an evaluation measured lies in its checkpoint
 before one that was better so far goes. What is found damaged is moved to set-aside/, and the one before it is used.
+
+In a save of several processes, one that cannot write tells the others, which wait for it inside orbax.
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
 from mupax import disk
+from mupax.errors import MupaxFailure
 from mupax.paths import plainly_named
-from mupax.train.checkpoints import failures, folder, manifest, together
+from mupax.train.checkpoints import failures, folder, manifest
 from mupax.train.checkpoints.layout import renames_folders
 from mupax.train.checkpoints.manifest import DamagedError, Manifest
 from mupax.train.checkpoints.selection import RankedFolder
@@ -26,10 +30,82 @@ from mupax.train.config.retention import CheckpointConfig
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
 
+MOST_FAILED = 2
+"""Saves of several processes that may fail one after another: the disk of one host does not get well by waiting."""
+_POLL_S = 0.5
+"""How often a process that saves looks whether another cannot."""
+_UNSAVED = "mupax/unsaved"
+
 _PATIENCE_S = 30.0
 """How long training waits for the save before at the next one. A disk that takes longer must not stop it."""
 _ORBAX = threading.Lock()
 """Held while orbax saves or loads: it numbers its operations per process, and two at a time wait for each other's signals."""
+
+
+class ElsewhereError(Exception):
+    """Another process cannot save. The text says which, and why."""
+
+
+def wait(response: Any, processes: Processes, key: str) -> None:
+    """Wait for orbax, but not for its processes that wait there, for minutes, for one that has failed.
+
+    Args:
+        response: of `save_async`. Where another process has failed, its threads are left to themselves.
+        processes: of the run.
+        key: of the save.
+
+    Raises:
+        ElsewhereError: another process has failed.
+    """
+    if processes.count == 1:
+        return response.result()
+    ended: Future[None] = Future()
+
+    def result() -> None:
+        try:
+            ended.set_result(response.result())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    threading.Thread(target=result, name="orbax", daemon=True).start()
+    while not ended.done():
+        with contextlib.suppress(TimeoutError):
+            ended.exception(_POLL_S)
+        if not ended.done() and (reason := processes.posts(f"{_UNSAVED}/{key}")):
+            raise ElsewhereError(reason["first"])
+    return ended.result()
+
+
+def tell(error: Exception, folder: Path, processes: Processes, key: str) -> str:
+    """What to say of a save that failed, which the other processes are told unless one of them has failed before.
+
+    Args:
+        error: what this process failed of.
+        folder: of the checkpoints.
+        processes: of the run.
+        key: of the save, as the others give it to `wait`.
+    """
+    if isinstance(error, ElsewhereError):
+        return str(error)
+    reason = f"{processes.name}{failures.reason(error, folder)}"
+    processes.post(f"{_UNSAVED}/{key}/first", reason)
+    return reason
+
+
+def whole(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arrays and files of a checkpoint, of the parts that the processes have written.
+
+    Raises:
+        MupaxFailure: one of them could not.
+    """
+    if errors := [part["error"] for part in parts if "error" in part]:
+        raise MupaxFailure(errors[0])
+    first, *rest = parts
+    for part in rest:
+        first["files"] |= part["files"]
+        for name, entry in part["arrays"].items():
+            first["arrays"][name]["shards"] += entry["shards"]
+    return first
 
 
 class NamedSave:
@@ -237,13 +313,13 @@ class Checkpoints(RankedFolder):
                 raise response
             arrays = manifest.describe_arrays(named, shards)
             shards.clear()
-            together.wait(response, processes, key)
+            wait(response, processes, key)
             files = folder.file_digests(checkpoint, processes.index, processes.count)
             if wrong := failures.damaged_arrays(checkpoint, arrays):
                 raise OSError(f"the disk gives back other arrays than it was given: {folder.first_of(wrong)}")
             part = {"arrays": arrays, "files": files}
         except Exception as error:  # of whatever kind: the run goes on
-            part = {"error": together.tell(error, self.folder, processes, key)}
+            part = {"error": tell(error, self.folder, processes, key)}
             if processes.count == 1:
                 failures.end_threads()
         finally:
@@ -253,7 +329,7 @@ class Checkpoints(RankedFolder):
             if parts is None:
                 self._failure = part.get("error")
                 return
-            complete = together.whole(parts)
+            complete = whole(parts)
             content = Manifest(step=step, data=facts, record=self.record, assets=self.assets, **complete)
             self._before()
             self.publish(content)
@@ -269,7 +345,7 @@ class Checkpoints(RankedFolder):
         newest = f"the last good one is {before}" if before is not None else "there is no other yet"
         self._note(f"{self._failure}; {newest}")
         self._failed_in_a_row += 1
-        if self._failed_in_a_row == together.MOST_FAILED:
+        if self._failed_in_a_row == MOST_FAILED:
             self._processes.end_all(f"{self._failure}, as was the one before it; {newest}")
         if self._processes.leader:  # what was written of it takes room that the next one needs
             self.layout.abandon(step)

@@ -47,7 +47,7 @@ class StepInputs(NamedTuple):
     z_loss: Any = None
     """Weight of the squared log-partition of the readout's logits, float32 []; None where training has no such term."""
     rounding_seed: Any = None
-    """Seed of stochastic rounding (`mupax.train.core.rounding`), uint32 []; None where all parameters are float32."""
+    """Seed of stochastic rounding (`mupax.train.core.optimizer`), uint32 []; None where all parameters are float32."""
 
 
 class TrainState(NamedTuple):

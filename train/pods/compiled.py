@@ -28,7 +28,7 @@ from mupax.train.core.costs import losses, memory
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.chips import Chip
 from mupax.train.pods import estimates, hlo, topology
-from mupax.train.pods.collectives import Collective, collectives, table
+from mupax.train.pods.hlo import Collective, collectives, table
 from mupax.train.pods.refusals import refused
 from mupax.zoo import flops
 from mupax.zoo.families import Remat

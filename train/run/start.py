@@ -33,9 +33,9 @@ from mupax.train.run.report.progress import announce
 from mupax.train.run.runtime import Runtime
 
 if TYPE_CHECKING:
-    from mupax.train.run.copies import CopyCheck
     from mupax.train.run.hooks import Hooks
     from mupax.train.run.report.mirrors.snapshots import Snapshots
+    from mupax.train.run.resume import CopyCheck
 
 IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
@@ -176,7 +176,7 @@ def compiled(
     """
     copies = None
     if rt.processes.count > 1:
-        from mupax.train.run.copies import CopyCheck
+        from mupax.train.run.resume import CopyCheck
 
         copies = CopyCheck(rt.processes)
         copies.check_start(position.state, data, position.step)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mupax.train.parallel.signals import StopRequest
-from mupax.train.run.restart.child import Listener
+from mupax.train.run.restart.supervisor import Listener
 from tests.train.checkpoints.test_checkpointer import ROOT, TINY, checkpoints, folder, rows, train
 
 __all__ = ["folder"]  # fixtures

@@ -15,7 +15,7 @@ import pytest
 
 from mupax import presets
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core import nonfinite, optimizer, rounding
+from mupax.train.core import nonfinite, optimizer
 from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
@@ -362,7 +362,7 @@ def test_bfloat16_storage_and_products_train() -> None:
 def test_a_rounded_number_is_right_on_average_and_stays_where_it_can_be_stored() -> None:
     numbers = np.array([1.0, 1.0005, -0.3001, 3e-5, 0.0, 65504.0, np.inf, np.nan], np.float32)
     x = jnp.asarray(np.repeat(numbers[:, None], 40_000, axis=1))
-    rounded = np.asarray(rounding.stochastically_rounded(x, jnp.uint32(7)), np.float32)
+    rounded = np.asarray(optimizer.stochastically_rounded(x, jnp.uint32(7)), np.float32)
     np.testing.assert_allclose(rounded.mean(axis=1), numbers, rtol=5e-5)
     stored = np.asarray(jnp.asarray(numbers, jnp.bfloat16), np.float32) == numbers
     assert all(len(np.unique(rounded[i])) == (1 if stored[i] or np.isnan(numbers[i]) else 2) for i in range(8))

@@ -19,8 +19,8 @@ from mupax.train.core.program import assemble
 from mupax.train.parallel import hardware
 from mupax.train.pods import compiled as pods_compiled
 from mupax.train.pods import hlo, topology
-from mupax.train.pods.collectives import collectives
 from mupax.train.pods.compiled import Compiled, compile_for
+from mupax.train.pods.hlo import collectives
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.experts.config import RoutingConfig
 

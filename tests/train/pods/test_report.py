@@ -13,7 +13,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
 from mupax.train.pods import command, compiled, hlo
-from mupax.train.pods.collectives import Collective, collectives
+from mupax.train.pods.hlo import Collective, collectives
 
 pytestmark = pytest.mark.core
 

@@ -16,8 +16,8 @@ import pytest
 from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import Program
 from mupax.train.pods import compiled as pods_compiled
-from mupax.train.pods.collectives import Collective
 from mupax.train.pods.compiled import Compiled, compile_for
+from mupax.train.pods.hlo import Collective
 from mupax.zoo.manual import Manual
 from tests.train.pods.test_command import DEPTH, config_of
 

@@ -129,10 +129,10 @@ def _report(
         "config": to_json(config),
     }
     if args.search == "frugal":
-        from mupax.train.studies.transfer import best_rates
+        from mupax.train.studies.transfer import frugal
 
         about["title"] = f"The best learning rate of {args.recipe} as it grows"
-        return best_rates.report(folder, measured, about, args.save_tuned, label, command)
+        return frugal.report(folder, measured, about, args.save_tuned, label, command)
     judged = []
     for one in measured:
         if (analysis := one.analysis()) is None:

@@ -20,7 +20,7 @@ from mupax.__main__ import main
 from mupax.train.config.run import PresetConfig
 from mupax.train.data.chats.templates import Template
 from mupax.train.reuse.huggingface import files
-from mupax.train.reuse.serve import command, protocol, worker
+from mupax.train.reuse.serve import command, worker
 from mupax.train.reuse.serve import server as serve_server
 from mupax.train.reuse.serve.logs import one_line
 from mupax.train.reuse.serve.server import Server
@@ -186,7 +186,7 @@ def test_bodies_are_bounded_together_and_forgotten(server: Server, monkeypatch: 
 
 
 def test_a_client_that_sends_slowly_is_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    monkeypatch.setattr(serve_server, "HEAD_S", 0.1)
     monkeypatch.setattr(serve_server, "BODY_S", 0.1)
     assert raw(server, b"POST /v1/comple") == b""
     assert raw(server, b"") == b""
