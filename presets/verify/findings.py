@@ -15,10 +15,9 @@ from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import SPECS
 from mupax.presets.analysis.verdicts import DESCRIPTIVE, ORDER, Entry, entries
 from mupax.presets.optimizers import Family
-from mupax.presets.power import ONE, Power, axis
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import ONE, Power, Rule, axis
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference
 from mupax.presets.verify.fit import TOLERANCE, Line
 from mupax.presets.verify.reference import Reference

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mupax.train.config.data import PixelsConfig, TransformsConfig
-from mupax.train.data import order
+from mupax.train.data import interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Data
 
 GREY = 128
@@ -274,7 +274,7 @@ class LabelledData(Data):
         first, second = places[: len(own)], places[len(own) :]
         targets = targets[first]
         if transforms.mixup or transforms.cutmix:
-            mix = drawn(transforms, order.rng(self.seed, order.MIXING, k), *inputs.shape[1:3])
+            mix = drawn(transforms, interface.rng(self.seed, interface.MIXING, k), *inputs.shape[1:3])
             inputs, labels = mix.image(inputs[first], inputs[second]), mix.label(labels[first], labels[second])
         else:
             inputs, labels = inputs[first], labels[first]
@@ -287,7 +287,7 @@ class LabelledData(Data):
         raw, targets = self.shown(k, rows, k * different + rows % different)
         if transforms.randaug_layers is not None:
             shape = (self.batch_size, transforms.randaug_layers, NUMBERS)
-            uniforms = order.rng(self.seed, order.RANDAUG, k).random(shape)[rows]
+            uniforms = interface.rng(self.seed, interface.RANDAUG, k).random(shape)[rows]
             raw = randaugmented(raw, uniforms, transforms.randaug_magnitude, self.white)
         return normalized(raw, self.pixels, self.white), targets
 

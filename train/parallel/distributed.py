@@ -306,7 +306,7 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
         address: where they are (`processes.place`).
         config: how long to wait for them.
     """
-    # It would take SIGTERM away from `train/parallel/signals.py`, which agrees on a step by itself and hears SIGINT too.
+    # It would take SIGTERM away from `train/parallel/processes.py`, which agrees on a step by itself and hears SIGINT too.
     jax.config.update("jax_enable_preemption_service", False)
     late = threading.Timer(config.timeout_seconds, _too_late, (address, config.timeout_seconds))
     late.daemon = True

@@ -24,7 +24,8 @@ import numpy as np
 
 from mupax.terminal import gib
 from mupax.train.config.run import Config
-from mupax.train.core.costs import losses, memory
+from mupax.train.core import loss
+from mupax.train.core.costs import memory
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.chips import Chip
 from mupax.train.pods import estimates, hlo, topology
@@ -404,8 +405,8 @@ class Compiled:
         """How the loss is computed, and of `auto` the bytes by which each way would raise the peak, the one taken first."""
         config, definition, layout = self.program.config, self.program.definition, self.program.layout
         way, work = memory.loss(config, definition, layout), memory.work(config, definition, layout)
-        ways = losses.options(work) if config.model.compute.cross_entropy == "auto" else []
-        above = {one.kind: losses.above(work, one) for one in ways}
+        ways = loss.options(work) if config.model.compute.cross_entropy == "auto" else []
+        above = {one.kind: loss.above(work, one) for one in ways}
         return {"kind": way.kind, "parts": way.parts, "kept": way.exp_parts, "raises_peak_by": above}
 
     def report(self) -> dict[str, Any]:

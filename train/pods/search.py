@@ -19,7 +19,7 @@ from mupax.train.config.run import Config, MeshConfig
 from mupax.train.core.costs import memory
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.chips import Chip
-from mupax.train.parallel.mesh import MeshError
+from mupax.train.parallel.sharding import MeshError
 from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for
 from mupax.train.pods.refusals import RefusedError

@@ -19,12 +19,12 @@ from mupax import terminal
 from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import joint
-from mupax.train.config.retention import CheckpointConfig
 from mupax.train.config.run import Config
+from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
-from mupax.train.parallel.mesh import described
+from mupax.train.parallel.sharding import described
 from mupax.zoo import flops
 
 GRACES = {"a spot machine of Google Cloud": 30, "SLURM's --signal=TERM@120 or a spot machine of AWS": 120}

@@ -203,7 +203,7 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     from mupax.train.core.program import assemble
     from mupax.train.data import DataError, named_sets
     from mupax.train.data.text.batches import TextWindows
-    from mupax.train.run.evaluate import evaluate
+    from mupax.train.run.loop import evaluate
 
     config = saved.config
     program = assemble(config)

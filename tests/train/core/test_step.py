@@ -15,7 +15,8 @@ import pytest
 
 from mupax import presets
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core import nonfinite, optimizer
+from mupax.train.core import optimizer
+from mupax.train.core import state as core_state
 from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
@@ -262,7 +263,7 @@ def test_the_state_is_given_away() -> None:
 
 
 def chosen(keep: jax.Array, update: Any, before: tuple) -> tuple:
-    """`nonfinite.applied` as accelerators have it: every number of the state is chosen by itself."""
+    """`applied` as accelerators have it: every number of the state is chosen by itself."""
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), update(*before), before)
 
 
@@ -272,8 +273,8 @@ def test_a_step_moves_the_state_where_it_lies_and_to_the_same_bits(monkeypatch: 
     program, good = program_of(config), batch_of()
     batches, runs = [good, {**good, "weights": 0 * good["weights"]}, batch_of(seed=1)], []
     shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in program.abstract.params.values() if leaf.ndim > 1}
-    for way in (nonfinite.applied, chosen):
-        monkeypatch.setattr(nonfinite, "applied", way)
+    for way in (core_state.applied, chosen):
+        monkeypatch.setattr(core_state, "applied", way)
         train = program.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
         copies = sum(shape in shapes for shape in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", str(train.as_text())))
         states, told = [program.initial_state()], []

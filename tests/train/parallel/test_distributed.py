@@ -28,8 +28,7 @@ from mupax.train.data.interface import ALL_ROWS, Batch
 from mupax.train.parallel import distributed
 from mupax.train.parallel.agreement import AgreementError
 from mupax.train.parallel.distributed import Cluster
-from mupax.train.parallel.processes import DistributedError, Processes, place
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import DistributedError, Processes, StopRequest, place
 from mupax.train.run import resume, runtime, start
 
 pytestmark = pytest.mark.core
@@ -431,8 +430,7 @@ class Table(Data):
 
 def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     from mupax.train.config.run import MeshConfig
-    from mupax.train.parallel.mesh import make_mesh
-    from mupax.train.parallel.sharding import Feed, MeshLayout
+    from mupax.train.parallel.sharding import Feed, MeshLayout, make_mesh
 
     layout = MeshLayout(make_mesh(MeshConfig(data=4, sequence=2)))
     shapes = {"inputs": jax.ShapeDtypeStruct((8, 6), np.int32), "targets": jax.ShapeDtypeStruct((8,), np.int32)}

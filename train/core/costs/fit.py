@@ -20,7 +20,7 @@ from mupax.train.config.data import DataConfig
 from mupax.train.config.run import Config
 from mupax.train.core.costs import absent, memory
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.mesh import MeshError
+from mupax.train.parallel.sharding import MeshError
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.definition import definition
 

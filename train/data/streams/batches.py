@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mupax.errors import MupaxError
-from mupax.train.data import cache, order
+from mupax.train.data import cache, interface
 from mupax.train.data.streams.lanes import POLL_S, Lane
 from mupax.train.data.text.batches import TextWindows, check_length
 from mupax.train.data.text.packing import Packed
@@ -156,8 +156,8 @@ class Stream(TextWindows):
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  the data lives as long as the run
     def _order(self, lane: int, epoch: int, pool: int, size: int) -> np.ndarray:
-        return order.rng(self._seed, order.POOLS, lane, epoch, pool).permutation(size)
+        return interface.rng(self._seed, interface.POOLS, lane, epoch, pool).permutation(size)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def _offset(self, lane: int, epoch: int) -> int:
-        return int(order.rng(self._seed, order.WINDOWS, lane, epoch).integers(self._seq_len))
+        return int(interface.rng(self._seed, interface.WINDOWS, lane, epoch).integers(self._seq_len))

@@ -25,7 +25,7 @@ import numpy as np
 
 from mupax.train import data as sources
 from mupax.train.config.data import source
-from mupax.train.data import cache, order
+from mupax.train.data import cache, interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
 from mupax.train.data.text import ngrams
 from mupax.train.data.text.batches import TextWindows
@@ -190,12 +190,12 @@ class Denoising(Data):
         return self.text.preparing()
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = order.batch_indices(k, self.batch_size, rows)
-        return self._noised(self.text.train_batch(k, rows), indices, self._seed, order.NOISE)
+        indices = interface.batch_indices(k, self.batch_size, rows)
+        return self._noised(self.text.train_batch(k, rows), indices, self._seed, interface.NOISE)
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = order.batch_indices(j, self.eval_batch_size, rows)
-        return self._noised(self.text.eval_batch(j, rows), indices, 0, order.EVALUATION)
+        indices = interface.batch_indices(j, self.eval_batch_size, rows)
+        return self._noised(self.text.eval_batch(j, rows), indices, 0, interface.EVALUATION)
 
     def references(self) -> list[Reference]:
 
@@ -205,7 +205,7 @@ class Denoising(Data):
         tokens, counts = windows["inputs"], windows["weights"].sum(axis=1).astype(int)
         uniforms = np.empty((len(tokens), self.noise.draws, self.lengths.tokens))
         for row, index in zip(uniforms, indices, strict=True):
-            order.rng(seed, purpose, index).random(out=row)
+            interface.rng(seed, purpose, index).random(out=row)
         batch: Batch = {
             name: np.full((len(tokens), *spec.shape), self.ids.pad if spec.dtype == "int32" else 0, spec.dtype)
             for name, spec in self.example.items()

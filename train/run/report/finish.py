@@ -27,7 +27,7 @@ from mupax.train.core.program import Program
 from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
 from mupax.train.run.report import metrics, plotting
-from mupax.train.run.report.timing import duration, quantity
+from mupax.train.run.report.progress import duration, quantity
 from mupax.train.run.runtime import Runtime
 from mupax.train.run.start import Session
 from mupax.zoo.definition import Arrays
@@ -392,8 +392,7 @@ def leave(session: Session, params: Arrays) -> None:
 
 def _show(rt: Runtime, step: int, text: str) -> None:
     """The sample in TensorBoard, in a file of its own: that of the rows is closed."""
-    from mupax.train.run.report.mirrors.tags import Media
-    from mupax.train.run.report.mirrors.tensorboard import TensorBoard
+    from mupax.train.run.report.mirrors.trackers import Media, TensorBoard
 
     board = TensorBoard(rt.files / "tensorboard", None, "sample")
     fenced = "".join(f"    {line}\n" for line in text.splitlines())  # as code: no character of it is markup

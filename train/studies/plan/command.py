@@ -326,7 +326,7 @@ def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why:
 def _here(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
     """On the devices of this process."""
     from mupax.train.core.program import assemble
-    from mupax.train.parallel.mesh import described
+    from mupax.train.parallel.sharding import described
     from mupax.train.pods import estimates
 
     program = assemble(config)

@@ -187,7 +187,7 @@ def _dry_run(grid: Sequence[Planned]) -> None:
 
 
 def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
-    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import Table
 

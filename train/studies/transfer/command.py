@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mupax.train.config.run import Config
-    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep.rows import Row
     from mupax.train.studies.sweep.sweep import Sweep
     from mupax.train.studies.transfer.study import Measured, Runner, Study
@@ -55,7 +55,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         _dry_run(studies, args)
         return 0
 
-    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep.work import Stopped
 
     console = terminal.console()
