@@ -437,11 +437,11 @@ def verified(checkpoint: Path, run: str | None = None) -> Manifest:
     """The manifest of a checkpoint whose files are all as they were written.
 
     Args:
-        checkpoint, run: as `manifest.read` takes them.
+        checkpoint, run: as `read` of the manifest takes them.
 
     Raises:
         DamagedError: they are not; the text names the first files, and the arrays that cannot be read from them.
-        ForeignError, DiskError: as `manifest.read`.
+        ForeignError, DiskError: as `read` of the manifest.
     """
     content = layout.read(checkpoint, run)
     if problems := file_problems(checkpoint, content):

@@ -17,11 +17,11 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import numpy as np
-
 from mupax.errors import MupaxError, MupaxFailure
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from mupax.train.config.data import DataConfig
 
 ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING, POOLS = range(9)

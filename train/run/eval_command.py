@@ -289,7 +289,7 @@ def _images(saved: Any, console: Any) -> Any:
 
 
 def _numbers(data: Any, scores: Any) -> dict[str, Any]:
-    """Return the `evaluate.Scores` of one data set, with its size."""
+    """Return the `Scores` of one data set, with its size."""
     return {**scores, "examples": data.eval_size, "targets": scores.targets}
 
 
