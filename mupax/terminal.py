@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from mupax import jax_variables, spellings
+from mupax import process, spellings
 from mupax.disk import system_error
 from mupax.errors import MupaxError, MupaxFailure
 from mupax.memory import exhausted
@@ -266,7 +266,7 @@ def _explained(error: Exception) -> int:
     if described := exhausted(error):
         _complain(f"error: {described}; {_LESS_MEMORY}")
         return 1
-    if described := jax_variables.explained(error):
+    if described := process.explained(error):
         _complain(f"error: {described}")
         return 2
     cause = system_error(error)

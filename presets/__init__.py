@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from mupax.presets.papers import ALIASES, PRESETS, make
-from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import AXES, EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales
+from mupax.presets.rule import FORMS, Decay, Form, Power, Rule, Scales
 
 
 def get(

@@ -20,9 +20,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from mupax.presets.power import ONE, Power, product
 from mupax.presets.roles import OWN, RANK, ParamSpec, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import ONE, Power, Rule, product
 
 
 def pair(matrix: ParamSpec) -> tuple[ParamSpec, ParamSpec]:

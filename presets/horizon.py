@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mupax.presets.optimizers import Family
-from mupax.presets.power import ONE, Power, axis
 from mupax.presets.roles import PresetError
+from mupax.presets.rule import ONE, Power, axis
 
 Applied = Literal["none", "sde", "complete-d"]
 """The rules that `--joint` takes, as a type."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula, rule
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.power import Power
 from mupax.presets.roles import PresetError
+from mupax.presets.rule import Power
 
 NUMBERS = {
     "peak_lr": "lr",

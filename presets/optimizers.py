@@ -46,7 +46,7 @@ class Optimizer:
             )
 
 
-_TRANSFORMS = "mupax.train.core.transforms"
+_TRANSFORMS = "mupax.train.core.optimizer"
 _DECAY = {"weight_decay", "decay"}
 _ADAM_READS, _ADAM_MOMENTS = frozenset({"b1", "b2", "eps"}), {"mu": 1, "nu": 2}
 _ADAM = Optimizer(

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping
 
 from mupax.presets.optimizers import OPTIMIZERS, Family, refused
-from mupax.presets.power import ONE, Power, product
 from mupax.presets.roles import (
     ADAPTERS,
     EMBEDDINGS,
@@ -23,7 +22,7 @@ from mupax.presets.roles import (
     Role,
     Stack,
 )
-from mupax.presets.rule import FORMS, Decay, Form, Rule, Scales, theta
+from mupax.presets.rule import FORMS, ONE, Decay, Form, Power, Rule, Scales, product, theta
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

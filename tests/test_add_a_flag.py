@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mupax.config_fields import CONSEQUENCES
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNING = ROOT / "docs" / "running.md"
@@ -34,7 +34,7 @@ RUN = (
 
 def with_flags(page: str) -> str:
     """Return docs/running.md with the table of checkpoint flags as the fields and their docstrings are."""
-    tree = ast.parse((ROOT / "train" / "config" / "retention.py").read_text())
+    tree = ast.parse((ROOT / "train" / "config" / "sections.py").read_text())
     (body,) = [item.body for item in tree.body if isinstance(item, ast.ClassDef) and item.name == "CheckpointConfig"]
     lines = ["| flag | default | what it does |", "|---|---|---|"]
     for field, text in itertools.pairwise(body):
@@ -87,7 +87,7 @@ def test_each_edit_changes_one_file() -> None:
     assert [re.findall(r"^\+\+\+ b/(\S+)$", edit, re.MULTILINE) for edit in EDITS] == [
         ["train/config/sections.py"],
         ["train/core/optimizer.py"],
-        ["train/config/retention.py"],
+        ["train/config/sections.py"],
     ]
 
 

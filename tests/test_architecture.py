@@ -114,10 +114,10 @@ def test_the_walks_are_there_and_short():
 
 
 def test_control_a_stale_walk_is_seen():
-    walk = [("train/run/loop.py", " `run` and `no_such_name`"), ("presets/power.py", " `Power`")]
+    walk = [("train/run/loop.py", " `run` and `no_such_name`"), ("presets/rule.py", " `Power`")]
     assert unsound(walk, through_packages(import_graph())) == [
         "train/run/loop.py has no no_such_name",
-        "presets/power.py has no import to or from what stands before it",
+        "presets/rule.py has no import to or from what stands before it",
     ]
 
 

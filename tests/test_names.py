@@ -31,7 +31,7 @@ VAGUE = frozenset(
     ]
 )
 """What says how a value came about, or points at it, in place of what it is."""
-SAVED = {("train/core/nonfinite.py", "seen")}
+SAVED = {("train/core/state.py", "seen")}
 """Leaves of checkpoints: another name would be another format."""
 
 pytestmark = pytest.mark.core

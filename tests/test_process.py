@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax import jax_variables
+from mupax import process
 from mupax.__main__ import main
 from mupax.train.data import cache
 
@@ -227,7 +227,7 @@ def test_variables_with_which_nothing_works_are_refused(
 @pytest.mark.parametrize("setting", ["JAX_DISABLE_JIT=0", "JAX_NUMPY_RANK_PROMOTION=warn", "JAX_DEBUG_NANS=1"])
 def test_variables_with_which_mupax_works_are_not_refused(setting: str) -> None:
     name, _, value = setting.partition("=")
-    jax_variables.check(cache.remembered, {name: value})
+    process.check(cache.remembered, {name: value})
 
 
 def process_under(setting: str, words: Sequence[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -261,11 +261,11 @@ def test_flags_of_xla_are_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MUPAX_DATA", str(tmp_path))
     monkeypatch.delitem(sys.modules, "jaxlib", raising=False)
     flags = {**os.environ, "XLA_FLAGS": "--xla_cpu_enable_fast_math=false"}
-    jax_variables.check(cache.remembered, flags)
+    process.check(cache.remembered, flags)
     assert len(list(tmp_path.rglob("xla-flags-*"))) == 1
-    monkeypatch.setattr(jax_variables, "_try_flags", pytest.fail)
-    jax_variables.check(cache.remembered, flags)
-    jax_variables.check(cache.remembered, {"XLA_FLAGS": " --xla_force_host_platform_device_count=8 "})
+    monkeypatch.setattr(process, "_try_flags", pytest.fail)
+    process.check(cache.remembered, flags)
+    process.check(cache.remembered, {"XLA_FLAGS": " --xla_force_host_platform_device_count=8 "})
 
 
 def test_an_error_under_a_debugging_variable_of_jax_names_the_variable() -> None:
@@ -274,11 +274,11 @@ def test_an_error_under_a_debugging_variable_of_jax_names_the_variable() -> None
 
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as raised:
         jnp.log(jnp.float32(-1.0))
-    assert jax_variables.explained(raised.value, {}) is None
-    text = jax_variables.explained(raised.value, {"JAX_DEBUG_NANS": "1"})
+    assert process.explained(raised.value, {}) is None
+    text = process.explained(raised.value, {"JAX_DEBUG_NANS": "1"})
     assert text is not None
     assert "JAX_DEBUG_NANS=1" in text
-    assert jax_variables.explained(ValueError("of ours"), {"JAX_DEBUG_NANS": "1"}) is None
+    assert process.explained(ValueError("of ours"), {"JAX_DEBUG_NANS": "1"}) is None
 
 
 def test_memory_of_a_decoder_takes_positions_of_any_integer_type() -> None:

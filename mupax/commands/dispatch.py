@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from mupax import command_line, jax_variables, memory, plugins, spellings, terminal
+from mupax import command_line, memory, plugins, process, spellings, terminal
 from mupax.commands import table
 from mupax.commands.table import Command
 
@@ -42,9 +42,9 @@ def run(argv: Sequence[str]) -> int:
     command = commands[words[0]]
     words = words[1:]
 
-    from mupax.train.config import plugins as run_plugins
+    from mupax.train.config import record
 
-    run_plugins.load(modules)
+    record.load(modules)
     try:
         if command.subcommands:
             command, words = _subcommand(command, words)
@@ -143,7 +143,7 @@ def _prepare(command: Command, words: list[str]) -> None:
     check_words(words, is_local=command.is_local)
     # A run checks JAX's settings itself, once it knows that it is to train.
     if command.prepared != "run" and not _HELP & set(words):
-        jax_variables.check(cache.remembered)
+        process.check(cache.remembered)
 
 
 def _plugin_words(modules: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from mupax import terminal
 from mupax.presets import joint
 from mupax.presets.analysis.verdicts import Entry, cell
 from mupax.presets.horizon import COLUMNS, RULES, JointRule, formula
-from mupax.presets.power import ONE, Power, axis
+from mupax.presets.rule import ONE, Power, axis
 
 SYMBOLS = {"batch": "B", "tokens": "T"}
 """What grows, and its letter."""

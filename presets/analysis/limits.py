@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from mupax.presets.analysis.model import PARTS, TIED
 from mupax.presets.optimizers import Family
-from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import EXPERTS, OWN, Role
+from mupax.presets.rule import Power
 
 
 class Limit:

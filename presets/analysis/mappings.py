@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from mupax.presets.matrices import MATRICES, of_cross, of_encoder, with_value_dim
-from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import OWN, ParamSpec
+from mupax.presets.rule import Power
 
 _OWN = with_value_dim(MATRICES)
 SPECS = {False: _OWN, True: _OWN | {

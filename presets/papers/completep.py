@@ -23,12 +23,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from mupax.presets.papers.family import Constants
-from mupax.presets.papers.infinite_limits import D, L, N, heads_summed, infinite_limits
-from mupax.presets.power import ONE, Power, changed, product
+from mupax.presets.papers.infinite_limits import Constants, D, L, N, heads_summed, infinite_limits
 from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, ROUTED, VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import ONE, Power, Rule, changed, product
 
 _TABLES = (*(role.value for role in sorted(EMBEDDINGS, key=str)), "readout")
 _OUTSIDE = ("patch_embedding.bias", "norm_gain", "norm_gain.bias")

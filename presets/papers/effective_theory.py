@@ -20,10 +20,9 @@ s = 1 is `mup` in plain form but for the logits: with N its logit updates grow, 
 from __future__ import annotations
 
 from mupax.presets.papers.infinite_limits import D, N, heads_summed
-from mupax.presets.power import changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import Rule, changed, product
 
 VARIANCES = {
     Role.QUERY: 1 / 2,

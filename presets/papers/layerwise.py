@@ -14,10 +14,9 @@ The output at initialization stays Theta(1), so that gradients shrink as D^-1/2 
 from __future__ import annotations
 
 from mupax.presets.papers.infinite_limits import D, N, heads_summed
-from mupax.presets.power import product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import Rule, product
 
 
 def sp_layerwise() -> Preset:

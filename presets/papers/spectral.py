@@ -16,10 +16,9 @@ from __future__ import annotations
 import dataclasses
 
 from mupax.presets.papers.infinite_limits import N, row_of
-from mupax.presets.power import ONE, at_most_one, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import ParamSpec, Role
-from mupax.presets.rule import Rule, theta
+from mupax.presets.rule import ONE, Rule, at_most_one, changed, product, theta
 
 
 def spectral(*, kv_norm: str = "operator") -> Preset:

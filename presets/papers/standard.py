@@ -15,10 +15,9 @@ attention logits * N^-1/2, branches * 1. One learning rate for all, so the best 
 
 from __future__ import annotations
 
-from mupax.presets.power import axis, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import Rule, axis, changed, product
 
 
 def sp(*, embedding_width: float = 0.0) -> Preset:

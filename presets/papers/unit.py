@@ -23,10 +23,9 @@ from __future__ import annotations
 import math
 
 from mupax.presets.papers.infinite_limits import D, L, N, heads_summed
-from mupax.presets.power import ONE, changed, product
 from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, VECTORS, Branch, ParamSpec, PresetError, Role
-from mupax.presets.rule import Rule
+from mupax.presets.rule import ONE, Rule, changed, product
 
 
 def u_mup(*, alpha_res: float = 1.0, alpha_ratio: float = 1.0, embedding_exponent: float = -0.5) -> Preset:

@@ -18,10 +18,9 @@ from typing import Any, NoReturn
 
 from mupax import disk
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.power import ONE
 from mupax.presets.preset import Preset
 from mupax.presets.roles import AXES, CROSSED, ENCODER, OWN, Branch, ParamSpec, PresetError, Stack
-from mupax.presets.rule import Decay, Form, Number, Rule, Scales
+from mupax.presets.rule import ONE, Decay, Form, Number, Rule, Scales
 from mupax.presets.tuned import schema
 
 FORMAT = "measured scales 1"

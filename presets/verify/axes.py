@@ -1,7 +1,9 @@
-"""What the parameters of a dump are, as this project declares them: a `ParamSpec` each, and the model's sizes, from names and shapes.
+"""Parameters of a dump as this project declares them: a `ParamSpec` each and the model's sizes, from names and shapes.
 
 A name says the role (`names`), the role says what the dimensions are, and the width, which every role shares, says which is which: a
 layout is asked for only where it would make a difference.
+
+A width that is read from the wrong array makes every exponent wrong, so such files are refused and the parameter is named.
 """
 
 from __future__ import annotations
@@ -12,16 +14,120 @@ from collections.abc import Mapping, Sequence
 
 from mupax.presets.matrices import MATRICES, of_cross, of_encoder
 from mupax.presets.roles import ParamSpec, PresetError, Role
-from mupax.presets.verify import names, shapes, sizes
+from mupax.presets.verify import names, sizes
 from mupax.presets.verify.formats.dump import COLUMNS, Dump, Entry
 from mupax.presets.verify.names import FUSED, SKIPPED, Label
 from mupax.presets.verify.sizes import Parameter
+
+Shape = tuple[int, ...]
+ROUNDING = 0.01
+"""Relative difference between two growth factors up to which they are equal: hidden sizes are rounded."""
+TABLES = ("token_embedding", "position")
+"""Roles whose last dimension is the width, in PyTorch and in JAX."""
+UNTOLD = frozenset({Role.HIDDEN, Role.READOUT, Role.TOKEN_EMBEDDING, Role.PATCH_EMBEDDING, Role.POSITION})
+"""Roles with an axis that no other parameter has, so that its growth cannot be held against theirs."""
 
 _OF_ROLE = {spec.role: spec for spec in MATRICES.values()}
 _HIDDEN = ParamSpec(role=Role.HIDDEN, axes=("input", "output"), fan_in=("input",))
 _PATCH = ParamSpec(role=Role.PATCH_EMBEDDING, axes=("patch", "embed"), fan_in=("patch",))
 _POSITION = ParamSpec(role=Role.POSITION, axes=("position", "embed"))
 _RELATIVE = ParamSpec(role=Role.RELATIVE_BIAS, axes=("distance", "heads"), in_block=True)
+
+
+def check_ranks(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]]) -> None:
+    """Refuse a parameter that has another number of dimensions in one of the files.
+
+    Args:
+        sources: the files, for the message.
+        shapes: parameter to its shape in every file.
+
+    Raises:
+        PresetError: names the parameter and both shapes.
+    """
+    for name, in_files in shapes.items():
+        for source, shape in zip(sources[1:], in_files[1:], strict=True):
+            if len(shape) != len(in_files[0]):
+                raise PresetError(
+                    f"{name} has the shape {list(in_files[0])} in {sources[0]} and {list(shape)} in {source}, "
+                    "which is another number of dimensions; write the shape of the same array of one model into both"
+                )
+
+
+def check_widths(sources: Sequence[str], shapes: Mapping[str, Sequence[Shape]], labels: Mapping[str, Label]) -> None:
+    """Refuse a table whose width is no dimension of any block's parameter.
+
+    Args:
+        sources: the files, for the message.
+        shapes: parameter to its shape in every file.
+        labels: parameter to what its name says.
+
+    Raises:
+        PresetError: names the table and both shapes.
+    """
+    blocks = [in_files for name, in_files in shapes.items() if labels[name].in_block]
+    tables = [name for name, label in labels.items() if label.role in TABLES and not label.in_block and shapes[name][0]]
+    for index in range(1, len(sources)):
+        # Sizes in pairs: 64 beside 256 is the width of both, and 256 beside 256 may be a vocabulary.
+        dimensions = {pair for in_files in blocks for pair in zip(in_files[0], in_files[index], strict=True)}
+        for name in tables if dimensions else ():
+            first = shapes[name][0]
+            other = shapes[name][index]
+            if (first[-1], other[-1]) not in dimensions:
+                raise PresetError(
+                    f"{name} has the shape {list(first)} in {sources[0]} and {list(other)} in {sources[index]}, and no "
+                    f"parameter of a block has a dimension of {first[-1]} and then {other[-1]}; write shapes of one "
+                    "model, with the width last in a table"
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sized:
+    """One file's parameters and the sizes that they have together.
+
+    Attributes:
+        source: the file, for messages.
+        parameters: by name.
+        sizes: of every logical axis.
+    """
+
+    source: str
+    parameters: Mapping[str, Parameter]
+    sizes: Mapping[str, int]
+
+    def entries(self, name: str) -> float:
+        """Return the number of entries that a layer's parameter has by its axes."""
+        parameter = self.parameters[name]
+        sizes = {**self.sizes, "layers": 1, "encoder_layers": 1}
+        count = math.prod(sizes.get(axis, 1) for axis in parameter.spec.axes)
+        if parameter.fused:  # its declaration is that of the values
+            return count * (sizes["heads"] / sizes["kv_heads"] + 2)
+        return count
+
+
+def check_growth(base: Sized, other: Sized) -> None:
+    """Refuse a block's parameter that does not grow as its axes do by the other parameters.
+
+    Raises:
+        PresetError: names the parameter, both shapes and its axes.
+    """
+    for name, parameter in other.parameters.items():
+        spec = parameter.spec
+        if spec.role in UNTOLD or not spec.in_block:
+            continue
+        first = base.parameters[name].entry.shape
+        growth = math.prod(parameter.entry.shape) / math.prod(first)
+        expected = other.entries(name) / base.entries(name)
+        if not _alike(growth, expected):
+            axes = " x ".join(axis for axis in spec.axes if axis not in ("layers", "encoder_layers"))
+            raise PresetError(
+                f"{name} has the shape {list(first)} in {base.source} and {list(parameter.entry.shape)} in "
+                f"{other.source}: it is {growth:.3g} times as large, and {axes} of the other parameters {expected:.3g} "
+                f"times; write shapes of one model, or --role '{name}=ROLE' if it is no {spec.role.value}"
+            )
+
+
+def _alike(ratio: float, other: float) -> bool:
+    return abs(ratio / other - 1) < ROUNDING
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,13 +172,13 @@ def models(dumps: Sequence[Dump], overrides: Mapping[str, str]) -> list[Model]:
             )
     sources = [dump.source for dump in dumps]
     of_name = {name: [entries[name][0].shape for entries in merged] for name in merged[0]}
-    shapes.check_ranks(sources, of_name)
+    check_ranks(sources, of_name)
     labels = _labels(dumps, merged, overrides)
-    shapes.check_widths(sources, of_name, labels)
+    check_widths(sources, of_name, labels)
     read = [_model(dump, entries, labels) for dump, entries in zip(dumps, merged, strict=True)]
-    sized = [shapes.Sized(source=model.dump.source, parameters=model.parameters, sizes=model.sizes) for model in read]
+    sized = [Sized(source=model.dump.source, parameters=model.parameters, sizes=model.sizes) for model in read]
     for other in sized[1:]:
-        shapes.check_growth(sized[0], other)
+        check_growth(sized[0], other)
     return read
 
 

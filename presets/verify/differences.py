@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterable
 
 from mupax.presets.optimizers import Family
-from mupax.presets.power import Power
 from mupax.presets.preset import Preset
 from mupax.presets.roles import BIASES, VECTORS, ParamSpec, Role
-from mupax.presets.rule import Decay
+from mupax.presets.rule import Decay, Power
 from mupax.presets.verify.fit import TOLERANCE, Line, Quantity, expected, observed, value
 from mupax.presets.verify.formats.dump import Entry
 from mupax.presets.verify.names import FUSED

@@ -12,9 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from mupax.presets.optimizers import Family
-from mupax.presets.power import Power
 from mupax.presets.roles import AXES, PresetError
-from mupax.presets.rule import Decay, Rule
+from mupax.presets.rule import Decay, Power, Rule
 from mupax.presets.verify.axes import Model
 from mupax.presets.verify.formats.dump import Entry
 from mupax.presets.verify.sizes import Parameter

@@ -35,9 +35,9 @@ from orbax.checkpoint import v1 as ocp
 from mupax.disk import write_whole
 from mupax.paths import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.checkpoints.manifest import by_name
+from mupax.train.checkpoints.layout import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 from scripts import ROOT
 from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket

@@ -58,7 +58,7 @@ BOUND_S = 60.0
 def compile_once() -> None:
     """Keep the compiled steps, which are the same in every run here, and write loss.png without drawing it."""
     from mupax.train.core.program import Program
-    from mupax.train.run.report import report
+    from mupax.train.run.report import finish
 
     compiled = {name: getattr(Program, name) for name in ("compile_train", "compile_eval")}
     cache: dict[str, Any] = {}
@@ -68,7 +68,7 @@ def compile_once() -> None:
 
     for name in compiled:
         setattr(Program, name, keeping(name))
-    setattr(report, "loss_plot", lambda path, out, *_, **__: Path(out).write_bytes(bytes(30_000)))  # noqa: B010
+    setattr(finish, "loss_plot", lambda path, out, *_, **__: Path(out).write_bytes(bytes(30_000)))  # noqa: B010
 
 
 class Runs:

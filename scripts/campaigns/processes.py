@@ -154,7 +154,7 @@ def full(saves: int | None) -> Callable[[Callable[[], None]], None]:
             resource.setrlimit(resource.RLIMIT_FSIZE, room)
             return real(*args, **options)
 
-        save = "mupax.train.checkpoints.manifest", "host_shards"
+        save = "mupax.train.checkpoints.layout", "host_shards"
         at_call(*save, 2, fills)
         if saves is not None:
             at_call(*save, 2 + saves, empties)

@@ -78,9 +78,9 @@ def _resumed(folder: Path) -> None:
 def _checkpoint(folder: Path) -> Path:
     import jax.numpy as jnp
 
-    from mupax.train.checkpoints import manifest
+    from mupax.train.checkpoints import layout
     from mupax.train.checkpoints.checkpointer import Checkpoints
-    from mupax.train.config.retention import CheckpointConfig
+    from mupax.train.config.sections import CheckpointConfig
     from mupax.train.core.state import TrainState
 
     _run(folder)
@@ -89,16 +89,16 @@ def _checkpoint(folder: Path) -> Path:
         params = {"token": jnp.arange(12.0).reshape(3, 4)}
         state = TrainState(jnp.int32(4), params, (), None, TrainState._field_defaults["health"]._replace(**health))
         checkpoints.save(4, state, {"digest": "d"})
-    return folder / "checkpoints" / "4" / manifest.NAME
+    return folder / "checkpoints" / "4" / layout.MANIFEST
 
 
 def _signed(content: bytes, choose: random.Random) -> bytes:
     """A manifest with other values and the digest of those."""
-    from mupax.train.checkpoints import manifest
+    from mupax.train.checkpoints import layout
 
     fields = json.loads(broken_json(content, choose))
     if isinstance(fields, dict) and isinstance(fields.get("manifest"), dict):
-        fields["digest"] = manifest._digest_of(fields["manifest"])
+        fields["digest"] = layout._digest_of(fields["manifest"])
     return json.dumps(fields).encode()
 
 
@@ -126,10 +126,10 @@ def _metrics(folder: Path) -> Path:
 
 def _reported(folder: Path) -> None:
     from mupax.terminal import rich_console
-    from mupax.train.run.report import metrics, report
+    from mupax.train.run.report import finish, metrics
 
     metrics.has_evaluation(folder, 6)
-    report.summary(rich_console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={})
+    finish.summary(rich_console(file=io.StringIO()), folder / "metrics.jsonl", name="x", seconds=1.0, facts={})
     metrics.MetricsWriter(folder, resume_step=5).close()
 
 

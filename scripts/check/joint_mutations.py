@@ -20,7 +20,7 @@ import jax
 from mupax.presets import horizon
 from mupax.presets.analysis.joint_limits import OBSERVABLES, troubles
 from mupax.presets.horizon import COLUMNS, RULES, JointRule
-from mupax.presets.power import ONE, axis
+from mupax.presets.rule import ONE, axis
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.check import joint_run

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from mupax.presets import ParamSpec, Power, Preset, Rule
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 
 COLUMNS = ("init_std", "multiplier", "lr", "eps")
 EXPONENTS = (0.5, -0.5, 0.25, -0.25, 1.0, -1.0)

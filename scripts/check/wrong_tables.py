@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mupax.presets import ParamSpec, Power, Preset, Role, Rule
-from mupax.presets.power import ONE, axis
+from mupax.presets.rule import ONE, axis
 from mupax.zoo import configs
 from mupax.zoo.transformer import TransformerConfig, transformer
 

@@ -10,10 +10,9 @@ import jax
 
 from mupax.train.config.data import TransformsConfig
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core import step
-from mupax.train.core.compile import _unplaced
-from mupax.train.core.costs import losses
+from mupax.train.core import loss, step
 from mupax.train.core.program import Program, assemble
+from mupax.train.core.step import _unplaced
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
@@ -73,9 +72,9 @@ def record() -> dict[str, Any]:
 
 def with_small_chunks() -> None:
     """Set the sizes of parts for the rest of this process, which measures nothing else."""
-    losses.CHUNK_LOGITS["cpu"] = 1
+    loss.CHUNK_LOGITS["cpu"] = 1
     for name, value in SMALL_CHUNKS.items():
-        setattr(losses, name, value)
+        setattr(loss, name, value)
 
 
 def program_of(config: Config) -> Program:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import StopRequest
 from mupax.train.studies.sweep.rows import Rows
 from mupax.train.studies.sweep.sweep import Stopped
 from scripts.quality import page, rates

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import StopRequest
 from mupax.train.studies.sweep.sweep import Sweep
 from scripts.quality.cells import Arm, Cell, octaves
 from scripts.quality.descent import Setting, descend

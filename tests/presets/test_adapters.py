@@ -10,8 +10,8 @@ from mupax import presets
 from mupax.presets.adapters import pair
 from mupax.presets.matrices import MATRICES
 from mupax.presets.papers import PRESETS
-from mupax.presets.power import Power
 from mupax.presets.roles import ParamSpec, PresetError, Role
+from mupax.presets.rule import Power
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ import functools
 import pytest
 
 from mupax.presets import PRESETS, Role
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 from scripts import goldens
 
 pytestmark = pytest.mark.core

@@ -10,7 +10,7 @@ import pytest
 
 from mupax import presets
 from mupax.presets import ParamSpec, Power, Role, Rule
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 from mupax.zoo.configs import DecoderConfig
 
 pytestmark = pytest.mark.core

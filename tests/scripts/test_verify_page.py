@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mupax.__main__ import main
+from mupax.presets.verify.command import MISTAKES, STANDARD
 from mupax.presets.verify.formats import huggingface
-from mupax.presets.verify.published import MISTAKES, STANDARD
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "verify.md").read_text()
 TORCH, JAX = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -19,8 +19,7 @@ from examples.mlp_mixer import Mixer, MixerConfig
 from mupax import zoo
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo import manual, partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Definition, define, definition

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import assemble
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo import collectives, manual
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.manual import Manual

@@ -30,11 +30,11 @@ import xxhash
 
 from mupax import disk
 from mupax.disk import JsonError
-from mupax.train.checkpoints import manifest
+from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, steps
 from mupax.train.checkpoints.layout import ASSETS as FOLDER
 from mupax.train.checkpoints.layout import ASSETS_RECORD as RECORD
-from mupax.train.checkpoints.manifest import DamagedError, ForeignError
+from mupax.train.checkpoints.layout import DamagedError, ForeignError
 from mupax.train.config.data import DataConfig
 
 TOKENIZER = "tokenizer.json"
@@ -244,7 +244,7 @@ def _named(workdir: Path, step: int | None) -> Entries:
     candidates = list(reversed(steps(workdir / CHECKPOINTS))) if step is None else [step]
     for candidate in candidates:
         try:
-            return manifest.read(workdir / CHECKPOINTS / str(candidate)).assets
+            return layout.read(workdir / CHECKPOINTS / str(candidate)).assets
         except (DamagedError, ForeignError):  # whoever reads the checkpoint says so
             continue
     return {}

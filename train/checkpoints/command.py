@@ -90,11 +90,11 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Checkpoints, "mupax checkpoints", argv)
 
     from mupax.train.checkpoints import workdir
-    from mupax.train.config import plugins
+    from mupax.train.config import record as config_record
 
     record = workdir.read_record(args.workdir)
     with contextlib.suppress(PluginError):  # the list needs them only to mark the best by a metric of theirs
-        plugins.restore(record)
+        config_record.restore(record)
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     metric = _best_metric(record["config"])
     _add_metrics(rows, args.workdir, metric)
@@ -165,19 +165,19 @@ def _entry(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> di
 
 def _health(checkpoint: Path, verify: bool, workdir: Path, run: str | None) -> tuple[int | None, list[str]]:
     """Return the number of arrays of a checkpoint, where its manifest says it, and what is wrong with it."""
-    from mupax.train.checkpoints import assets, failures, folder, manifest
+    from mupax.train.checkpoints import assets, folder, layout
 
     arrays: int | None = None
     try:
-        content = folder.verified(checkpoint, run) if verify else manifest.read(checkpoint, run)
+        content = folder.verified(checkpoint, run) if verify else layout.read(checkpoint, run)
         arrays = len(content.arrays)
         problems: list[str] = []
         if not verify:
             problems = folder.file_problems(checkpoint, content, contents=False)
-        elif wrong := failures.damaged_arrays(checkpoint, content.arrays):
+        elif wrong := folder.damaged_arrays(checkpoint, content.arrays):
             problems = [f"other arrays than were saved: {folder.first_of(wrong)}"]
         return arrays, problems + assets.problems(workdir, content.assets)
-    except (manifest.DamagedError, manifest.ForeignError) as error:
+    except (layout.DamagedError, layout.ForeignError) as error:
         return arrays, [str(error)]
 
 
@@ -196,13 +196,13 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         workdir: has metrics.jsonl. Evaluations that checkpoints keep stand in for rows that were lost.
         metric: of an evaluation, by which the best is told.
     """
-    from mupax.train.checkpoints import selection
+    from mupax.train.checkpoints import checkpointer
     from mupax.train.config.metrics import METRICS, metric_name
     from mupax.train.config.sections import cost
 
     by_step = _metrics_by_step(workdir)
     for row in rows:
-        evaluation = selection.read(workdir / row["path"])
+        evaluation = checkpointer.read(workdir / row["path"])
         row["metrics"] = evaluation | by_step.get(row["step"], {})
         row["best"] = False
     if metric_name(metric) not in METRICS:
@@ -222,12 +222,12 @@ def _add_reasons(rows: list[dict[str, Any]], workdir: Path, record: Mapping[str,
         workdir: folder of the run.
         record: content of its config.json.
     """
-    from mupax.train.checkpoints import selection
-    from mupax.train.config import retention
+    from mupax.train.checkpoints import checkpointer
+    from mupax.train.config import sections
 
     counting = {row["step"]: workdir / row["path"] for row in rows if _counts(row)}
-    measured = {step: selection.read(path) for step, path in counting.items()}
-    reasons = retention.staying(sorted(counting), measured, retention.run_parts(record))
+    measured = {step: checkpointer.read(path) for step, path in counting.items()}
+    reasons = sections.staying(sorted(counting), measured, sections.run_parts(record))
     for row in rows:
         row["stays_as"] = reasons.get(row["step"]) if _counts(row) else None
 

@@ -1,28 +1,198 @@
-"""The folder of a run's checkpoints: which there are, whether their files are whole, how one comes to count, is deleted or set aside."""
+"""The folder of a run's checkpoints: which there are, whether their files are whole, how one comes to count, is deleted or set aside.
+
+What saving or loading failed of is said in a line. Orbax says it in hundreds: each of its threads with a traceback of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import stat
+import sys
+import threading
 import time
+import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from mupax import disk
-from mupax.errors import MupaxError
-from mupax.train.checkpoints import failures, manifest
-from mupax.train.checkpoints.layout import InPlace, Renamed, aside, counts, is_aside
-from mupax.train.checkpoints.manifest import DamagedError, ForeignError, Manifest
-from mupax.train.config import retention
-from mupax.train.config.retention import CheckpointConfig, Measured
+from mupax.errors import MupaxError, MupaxFailure
+from mupax.paths import plainly_named, remove_tree, storage_url, without_stand_ins
+from mupax.train.checkpoints import layout
+from mupax.train.checkpoints.layout import (
+    DamagedError,
+    ForeignError,
+    InPlace,
+    Manifest,
+    Renamed,
+    aside,
+    counts,
+    is_aside,
+)
+from mupax.train.config import sections
+from mupax.train.config.sections import CheckpointConfig, Measured
+
+_ENDING_S = 5.0
+"""How long threads of a failed save may take to end: what they still write would come back after it is deleted."""
+_STATE = "state"  # folder of the arrays inside a checkpoint
 
 CHECKPOINTS = "checkpoints"
 _AGAIN_S = 0.2  # until a file that looks damaged is read again
 _BLOCK = 2**20  # stays in a core's cache: reading and hashing 16 MiB at a time takes five times as long
+
+
+def quiet() -> None:
+    """Keep from the terminal what orbax tells of every save and failure, and tensorstore to an event loop that has ended."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)
+    if getattr(sys.unraisablehook, "func", None) is not _unraisable:
+        sys.unraisablehook = partial(_unraisable, sys.unraisablehook)
+
+
+def _unraisable(before: Callable[[Any], Any], what: Any) -> None:
+    if not str(what.exc_value).startswith(("Event loop is closed", "Encountered error while reading array")):
+        before(what)
+
+
+def end_threads() -> None:
+    """End the threads of a save that has failed. Orbax lets them wait for minutes for files that will not come.
+
+    The interpreter joins these threads at its end, so that a process would hang which has said why it failed. Nobody else
+    may save meanwhile.
+    """
+    from orbax.checkpoint._src.futures import future
+
+    # No public interface reaches the threads of a `save_async` that has raised.
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, future._SignalingThread)]
+    for thread in threads:
+        thread.cancel()
+        future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
+    until = time.monotonic() + _ENDING_S
+    for thread in threads:
+        # Its own `join` raises what the thread has failed of.
+        threading.Thread.join(thread, max(0.0, until - time.monotonic()))
+
+
+def loaded(checkpoint: Path, abstract: Any) -> Any:
+    """The arrays of a checkpoint whose files are verified, by orbax.
+
+    Args:
+        checkpoint: its folder.
+        abstract: what to load, which fits.
+
+    Raises:
+        OSError: the disk cannot read it. Orbax says then that there is no checkpoint, or another one.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        with plainly_named(checkpoint) as name:
+            return ocp.load(name, abstract)
+    except Exception as error:
+        if not isinstance(error, ValueError | OSError) and type(error) is not Exception:  # which is what orbax raises
+            raise
+        text = without_stand_ins(str(error)).splitlines()[0][:200]
+        raise disk.system_error(error) or OSError(errno.EIO, text) from error
+
+
+def metadata(checkpoint: Path) -> Any:
+    """Return the arrays of a checkpoint without their values: a tree of shapes and types, by orbax."""
+    from orbax.checkpoint import v1 as ocp
+
+    with plainly_named(checkpoint) as name:
+        return ocp.metadata(name).metadata
+
+
+def reason(error: Exception, folder: Path) -> str:
+    """Why a save failed, in a line.
+
+    Args:
+        error: of it.
+        folder: of the checkpoints, whose paths may be longer than what happened.
+    """
+    cause = disk.system_error(error)
+    text = f"{type(error).__name__}: {error}"
+    if cause is not None or isinstance(error, MupaxFailure):
+        text = str(cause.strerror if cause else error)
+    return without_stand_ins(text).replace(f"{folder}/", "").splitlines()[0][:300]
+
+
+def damaged_arrays(folder: Path, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Names of the arrays whose files hold something else at two reads, made without a model or devices.
+
+    Args:
+        folder: of the checkpoint.
+        arrays: as its manifest has them (`describe_arrays`).
+
+    Raises:
+        DiskError: the disk cannot read them.
+    """
+    with plainly_named(folder) as name:
+        return _damaged_arrays(folder, storage_url(f"{name}/{_STATE}/"), arrays)
+
+
+def _damaged_arrays(folder: Path, base: str, arrays: Mapping[str, dict[str, Any]]) -> list[str]:
+    """Do what `damaged_arrays` does, by the URL of the arrays."""
+    import tensorstore as ts
+
+    patience = disk.Patience()
+
+    def same(name: str, entry: Mapping[str, Any], context: Any) -> bool:
+        spec = {"driver": "zarr3", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}}
+        try:
+            stored = ts.open(spec, open=True, context=context).result()
+            return list(stored.shape) == entry["shape"] and all(
+                layout.array_digest(stored[tuple(slice(*axis) for axis in index)].read().result()) == digest
+                for index, digest in entry["shards"]
+            )
+        except Exception as error:  # whatever the library makes of damage
+            if isinstance(disk.system_error(error), (*disk.ABSENT, type(None))):
+                return False
+            raise
+
+    wrong = list(arrays)
+    for context in (ts.Context(), ts.Context()):  # each with a cache of its own
+        look = partial(same, context=context)
+        good = layout.in_threads(lambda name, look=look: patience(lambda: look(name, arrays[name]), folder), wrong)
+        wrong = [name for name, ok in zip(wrong, good, strict=True) if not ok]
+    return wrong
+
+
+def check_storage(folder: Path, name: str) -> None:
+    """Write an array into a folder and read it back, by the libraries that save checkpoints there.
+
+    Args:
+        folder: exists.
+        name: of what is written in it, and deleted again.
+
+    Raises:
+        OSError: something else is read than was written, or nothing is where it should be.
+        Exception: whatever tensorstore raises.
+    """
+    import numpy as np
+    import tensorstore as ts
+
+    probe = folder / name
+    remove_tree(probe)
+    try:
+        with plainly_named(probe) as named:
+            kvstore = {"driver": "ocdbt", "base": storage_url(f"{named}/"), "path": "array/"}
+            spec = {"driver": "zarr3", "kvstore": kvstore}
+            content = np.arange(8, dtype=np.uint8)
+            array = ts.open({**spec, "metadata": {"shape": [8], "data_type": "uint8"}}, create=True).result()
+            array.write(content).result()
+            again = ts.open(spec, open=True, context=ts.Context()).result().read().result()
+        if not np.array_equal(again, content) or "manifest.ocdbt" not in disk.names(probe):
+            raise OSError(errno.EIO, "what was written is not what is read")
+    finally:
+        remove_tree(probe)
 
 
 class WorkdirError(MupaxError):
@@ -60,7 +230,7 @@ class CheckpointFolder:
 
     def publish(self, content: Manifest) -> None:
         """Let a checkpoint whose arrays are written count, by its manifest, and only then delete those that do not stay."""
-        manifest.write(self.layout.written_at(content.step), content)
+        layout.write(self.layout.written_at(content.step), content)
         # One without a manifest, copied here by somebody.
         if self.layout.renames and (self.folder / str(content.step)).exists():
             self.set_aside(content.step, "another was saved")
@@ -75,21 +245,21 @@ class CheckpointFolder:
                 try:
                     self.layout.delete(step)
                 except (OSError, disk.DiskError) as error:
-                    failed[step] = failures.reason(error, self.folder)
+                    failed[step] = reason(error, self.folder)
             for step in self.layout.half_deleted():
                 if step in failed:
                     continue
                 try:
                     self.layout.delete_half(step)
                 except (OSError, disk.DiskError) as error:
-                    failed[step] = failures.reason(error, self.folder)
+                    failed[step] = reason(error, self.folder)
         except (OSError, disk.DiskError) as error:
-            self._note(f"no checkpoint is deleted for now: {failures.reason(error, self.folder)}")
+            self._note(f"no checkpoint is deleted for now: {reason(error, self.folder)}")
             return
-        for step, reason in failed.items():
-            if self._undeleted.get(step) != reason:
+        for step, cause in failed.items():
+            if self._undeleted.get(step) != cause:
                 self._note(
-                    f"caution: the older checkpoint {self.folder / str(step)} cannot be deleted: {reason}; newer ones "
+                    f"caution: the older checkpoint {self.folder / str(step)} cannot be deleted: {cause}; newer ones "
                     "are saved all the same, and deleting it is tried again at every save"
                 )
         self._undeleted = failed
@@ -101,8 +271,8 @@ class CheckpointFolder:
             record: content of config.json to decide by; the present one unless given.
         """
         saved = steps(self.folder)
-        parts = retention.run_parts(self.record if record is None else record, self._config)
-        stay = retention.staying(saved, self.measured(saved), parts)
+        parts = sections.run_parts(self.record if record is None else record, self._config)
+        stay = sections.staying(saved, self.measured(saved), parts)
         return [step for step in saved if step not in stay]
 
     def measured(self, saved: list[int]) -> Measured:
@@ -141,10 +311,10 @@ class CheckpointFolder:
             if (
                 name.isdigit()
                 and disk.status(path)
-                and disk.status(path / manifest.NAME) is None
+                and disk.status(path / layout.MANIFEST) is None
                 and not is_aside(path)
             ):
-                self.set_aside(int(name), f"{manifest.NAME} is missing")
+                self.set_aside(int(name), f"{layout.MANIFEST} is missing")
         if self.newest() is None and aside(self.folder):
             raise self.none_good()
 
@@ -192,7 +362,7 @@ def newest_record(folder: Path) -> dict[str, Any]:
     """What config.json held when the newest checkpoint of a folder was saved; empty where no manifest says it."""
     for step in reversed(steps(folder)):
         try:
-            if record := manifest.read(folder / str(step)).record:
+            if record := layout.read(folder / str(step)).record:
                 return record
         except (DamagedError, ForeignError):
             continue
@@ -210,7 +380,7 @@ def file_digests(checkpoint: Path, process: int, count: int) -> dict[str, list[A
     writers = {f"ocdbt.process_{i}": i for i in range(count)}
     paths = [path.relative_to(checkpoint) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     mine = [str(p) for p in paths if next((writers[part] for part in p.parts if part in writers), 0) == process]
-    return dict(zip(mine, manifest.in_threads(_file_digest, [checkpoint / path for path in mine]), strict=True))
+    return dict(zip(mine, layout.in_threads(_file_digest, [checkpoint / path for path in mine]), strict=True))
 
 
 def _file_digest(path: Path) -> list[Any]:
@@ -260,20 +430,20 @@ def file_problems(
         time.sleep(_AGAIN_S)
         return patience(lambda: look(name), checkpoint / name)
 
-    return [line for line in manifest.in_threads(problem, list(content.files)[part[0] :: part[1]]) if line]
+    return [line for line in layout.in_threads(problem, list(content.files)[part[0] :: part[1]]) if line]
 
 
 def verified(checkpoint: Path, run: str | None = None) -> Manifest:
     """The manifest of a checkpoint whose files are all as they were written.
 
     Args:
-        checkpoint, run: as `manifest.read` takes them.
+        checkpoint, run: as `read` of the manifest takes them.
 
     Raises:
         DamagedError: they are not; the text names the first files, and the arrays that cannot be read from them.
-        ForeignError, DiskError: as `manifest.read`.
+        ForeignError, DiskError: as `read` of the manifest.
     """
-    content = manifest.read(checkpoint, run)
+    content = layout.read(checkpoint, run)
     if problems := file_problems(checkpoint, content):
         raise DamagedError(damage(checkpoint, content, problems))
     return content
@@ -286,7 +456,7 @@ def damage(checkpoint: Path, content: Manifest, problems: list[str]) -> str:
         checkpoint, content: its folder and manifest.
         problems: from `file_problems`.
     """
-    arrays = failures.damaged_arrays(checkpoint, content.arrays)
+    arrays = damaged_arrays(checkpoint, content.arrays)
     return first_of(problems) + (f", which spoils {first_of(arrays)}" if arrays else "")
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mupax import disk
-from mupax.train.checkpoints import assets, failures
+from mupax.train.checkpoints import assets
+from mupax.train.checkpoints import folder as checkpoints_folder
 from mupax.train.checkpoints.assets import Assets
+from mupax.train.checkpoints.checkpointer import named_step, step_of
 from mupax.train.checkpoints.folder import verified
-from mupax.train.checkpoints.manifest import DamagedError
-from mupax.train.checkpoints.selection import named_step, step_of
+from mupax.train.checkpoints.layout import DamagedError
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD, WorkdirError, read_record
 from mupax.train.config.record import run_config
 from mupax.train.config.run import Config, EmaConfig
@@ -76,7 +77,7 @@ class Trained(NamedTuple):
         fit.check_arrays(target, f"the parameters of {self.workdir}", "Take a machine with more memory")
         checkpoint = self.verified()
         patience = disk.Patience()
-        stored: Any = patience(lambda: failures.metadata(checkpoint), checkpoint)
+        stored: Any = patience(lambda: checkpoints_folder.metadata(checkpoint), checkpoint)
         shapes = {name: leaf.shape for name, leaf in stored[self.weights].items()}
         if shapes != {name: leaf.shape for name, leaf in target.items()}:
             raise WorkdirError(f"checkpoint {self.step} of {self.workdir} holds another model than {RECORD} says")
@@ -84,7 +85,7 @@ class Trained(NamedTuple):
             part: target if part == self.weights else jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
             for part, tree in stored.items()
         }
-        return dict(patience(lambda: failures.loaded(checkpoint, request), checkpoint)[self.weights])
+        return dict(patience(lambda: checkpoints_folder.loaded(checkpoint, request), checkpoint)[self.weights])
 
 
 def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Trained:

@@ -19,10 +19,10 @@ from typing import Any
 from mupax import __version__, disk, folders, terminal
 from mupax.config_fields import config_fields, declared
 from mupax.paths import is_remote, path_of, remove_tree
-from mupax.train.checkpoints import failures
+from mupax.train.checkpoints import folder
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
-from mupax.train.config import plugins
+from mupax.train.config import record as config_record
 from mupax.train.config.data import DataConfig
 from mupax.train.config.record import completed, differences, text_of, to_json
 from mupax.train.config.run import Config
@@ -110,10 +110,10 @@ def _claim(config: Config) -> tuple[str, bool]:
 def _check_storage(path: Path) -> None:
     """Raise WorkdirError where the libraries that save checkpoints cannot write into a folder, or read what they wrote."""
     try:
-        failures.check_storage(path, _STORAGE)
+        folder.check_storage(path, _STORAGE)
     except Exception as error:  # whatever tensorstore makes of a disk or a network
         raise WorkdirError(
-            f"checkpoints cannot be saved in the workdir {_shown(path)}: {failures.reason(error, path)}; "
+            f"checkpoints cannot be saved in the workdir {_shown(path)}: {folder.reason(error, path)}; "
             "give --workdir another folder"
         ) from error
 
@@ -265,14 +265,14 @@ def record(
         **surroundings(flags, environment),
         "git": _git_commit(),
     }
-    modules = plugins.record(config)
+    modules = config_record.record(config)
     if modules:
         content["plugins"] = modules
     before = recorded(path)
     content = with_earlier_parts(content, before, step)
     run = before.get("run") or secrets.token_hex(8)
     content = {"run": run, **content}
-    plugins.remember_run(run, modules)
+    config_record.remember_run(run, modules)
     disk.write_whole(path / RECORD, json.dumps(content, indent=2) + "\n")
     return content
 

@@ -21,13 +21,14 @@ from mupax.train.config.data import DataConfig, TransformsConfig, source
 from mupax.train.config.devices import DistributedConfig, MeshConfig
 from mupax.train.config.metrics import check_table
 from mupax.train.config.preset import PresetConfig
-from mupax.train.config.retention import CheckpointConfig, SaveNeed
 from mupax.train.config.sections import (
+    CheckpointConfig,
     EmaConfig,
     FaultsConfig,
     InitConfig,
     LogConfig,
     OptimizerConfig,
+    SaveNeed,
     StopConfig,
     metrics_of,
 )

@@ -21,7 +21,7 @@ from mupax.presets import VECTORS, Preset, PresetError
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import TOLERANCE, resolve
-from mupax.train.core.transforms import dimension_numbers
+from mupax.train.core.optimizer import dimension_numbers
 from mupax.zoo.definition import Arrays, Definition
 
 LATER = (10, 100, 1000, 10_000, 100_000, 1_000_000)

@@ -4,6 +4,11 @@ N tokens of one device, D width, V vocabulary or classes. A chunk's logits exist
 forward pass, and the backward pass only scales them by the loss's cotangent (as Hsu et al. 2024, arXiv 2410.10989). On a
 mesh every device works on its own tokens, and its own part of the vocabulary where that is split: what is summed over
 devices for every chunk is two numbers per token, and gradients are summed once, after the last chunk.
+
+Each way to compute a readout's cross-entropy takes some of a device; the loss, the search and the plan read here how much, and
+which way `auto` is.
+
+Estimates from sizes alone, of loss and gradients of one microbatch; the figures they were held against are in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -12,18 +17,155 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from mupax.train.config.metrics import NO_METRICS, Metric, TokenStatistics
-from mupax.train.core.costs import losses
 from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.linear import Reading
 from mupax.zoo.partition import ONE_DEVICE, Axes, Layout
+
+CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
+"""Logits of one chunk on one device: on CPU what its caches hold, elsewhere half a gigabyte of float32."""
+LEAST_ROWS = 1024
+"""Tokens that a chunk has at least: the readout's gradient is read and written once per chunk, which more tokens pay for."""
+PART_LOGITS = 2**26
+"""Logits of one part of the vocabulary on one device: a quarter of a gigabyte of float32."""
+LANES = 128
+Kind = Literal["plain", "chunked", "vocab"]
+
+
+class Work(NamedTuple):
+    """A readout on one device."""
+
+    rows: int
+    """Targets of one microbatch."""
+    columns: int
+    """Of the vocabulary or classes."""
+    width: int
+    itemsize: int
+    """Bytes of a number of its products."""
+    platform: str
+    kind: str
+    """`jax.Device.device_kind`."""
+    room: int | None = None
+    """Bytes that it may take while the step's peak stays as it is: what a layer's backward pass takes after it."""
+
+    @property
+    def balance(self) -> float:
+        """FLOPs that a device computes in the time that it takes a byte of main memory."""
+        from mupax.train.parallel import chips
+
+        chip = chips.of_kind(self.kind) or chips.CHIPS["v5e"]
+        return chip.peak_flops / chip.hbm_bandwidth
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of one chunk, at most rows, in chunks as even as can be."""
+        target = max(CHUNK_LOGITS[self.platform] // self.columns, LEAST_ROWS)
+        return math.ceil(self.rows / math.ceil(self.rows / target))
+
+    @property
+    def parts(self) -> list[slice]:
+        """The columns of each part of the vocabulary, as even as whole registers allow."""
+        size = math.ceil(self.columns / math.ceil(self.rows * self.columns / PART_LOGITS) / LANES) * LANES
+        return [slice(start, min(start + size, self.columns)) for start in range(0, self.columns, size)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way to compute it."""
+
+    kind: Kind
+    memory: Mapping[str, int]
+    """Bytes while it is computed, by what they hold."""
+    traffic: float
+    """Bytes of main memory read and written beside no product."""
+    after: int = 0
+    """Bytes that remain during the backward pass of the layers."""
+    again: float = 0.0
+    """FLOPs of logits that are computed twice."""
+    parts: int = 1
+    """That tokens or the vocabulary are cut into."""
+    exp_parts: int = 0
+    """Parts of the vocabulary whose exponentials are kept between the two passes over them."""
+
+    @property
+    def bytes(self) -> int:
+        """In all."""
+        return sum(self.memory.values())
+
+
+def way(work: Work, kind: Kind, exp_parts: int | None = None) -> Way:
+    """What a kind takes.
+
+    Logits are written and read in both passes, the readout read and its gradient added to once a chunk: 16.9 GB plain and 41 GB
+    chunked of lm-8b at 1 x 4096 tokens, by the TPU compiler. By parts of the vocabulary exponentials are kept, too, and the
+    features and their gradient read for every part: 8 M cycles more than plain there, at 1.5 GHz 4.4 GB.
+
+    Args:
+        work: on one device.
+        kind: of loss.
+        exp_parts: parts of the vocabulary whose exponentials are kept; as many as there is room for unless given.
+    """
+    logits, matrix, features = work.rows * work.columns, work.width * work.columns, work.rows * work.width
+    if kind == "vocab":
+        return _by_parts(work, exp_parts)
+    chunks = math.ceil(work.rows / work.chunk) if kind == "chunked" else 1
+    memory = {
+        "logits": math.ceil(work.rows / chunks) * work.columns * (4 + work.itemsize),
+        "gradient of the features": features * work.itemsize,
+        "readout, whole": matrix * work.itemsize,
+        "readout's gradient, whole": matrix * 4,
+    }
+    return Way(kind, memory, 20.0 * logits + 12.0 * chunks * matrix, after=matrix * 4, parts=chunks)
+
+
+def _by_parts(work: Work, exp_parts: int | None) -> Way:
+    cuts, part = work.parts, work.parts[0].stop
+    memory = {
+        "logits of a part": work.rows * part * 4,
+        "exponentials": 0,
+        "gradient of the features": work.rows * work.width * 4,
+        "readout, a part and its gradient": work.width * part * (4 + work.itemsize),
+    }
+    each = work.rows * part * work.itemsize
+    if exp_parts is None:
+        free = len(cuts) * each if work.room is None else work.room - sum(memory.values())
+        exp_parts = max(0, min(free // each, len(cuts)))
+    memory["exponentials"] = exp_parts * each
+    logits = work.rows * work.columns
+    traffic = 26.0 * logits + 12.0 * work.width * work.columns + 10.0 * len(cuts) * work.rows * work.width
+    again = 2.0 * (len(cuts) - exp_parts) * work.rows * part * work.width
+    return Way("vocab", memory, traffic, again=again, parts=len(cuts), exp_parts=exp_parts)
+
+
+def above(work: Work, one: Way) -> int:
+    """Bytes by which a way raises the step's peak.
+
+    Args:
+        work: of the step.
+        one: way to do it.
+    """
+    return max(0, one.bytes - (work.room or 0), one.after)
+
+
+def options(work: Work) -> list[Way]:
+    """What `auto` may be, the best first: on TPU what raises the step's peak the least, of those that raise it as little the fastest.
+
+    All logits where they are no more than a chunk. On CPU and GPU chunks otherwise: on CPU they are faster
+    (docs/performance.md), on GPU nothing was measured.
+    """
+    if work.chunk == work.rows:
+        return [way(work, "plain")]
+    if work.platform != "tpu":
+        return [way(work, "chunked")]
+    ways = [way(work, kind) for kind in get_args(Kind)]
+    return sorted(ways, key=lambda one: (above(work, one), one.traffic + one.again / work.balance))
 
 
 def cross_entropy(
@@ -45,7 +187,7 @@ def cross_entropy(
         targets: int32, one per feature vector.
         weights: float32, 0 where a target does not count; no gradient is taken with respect to them.
         how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
-            vocabulary (`mupax.train.core.cross_entropy.vocabulary`). auto is the first of `costs.losses.options`.
+            vocabulary (`mupax.train.core.cross_entropy.vocabulary`). auto is the first of `options`.
         reference: of the initial model where the output is centred; no gradient flows through it.
         labels: as `cross_entropy_from_logits`; all logits are kept then.
         z_loss: float32 [], what logsumexp(logits)^2 of every target that counts is taken times and added to the loss
@@ -56,19 +198,19 @@ def cross_entropy(
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
     plan = _plan(reading, targets, axes, layout)
     how = "plain" if labels is not None else how
-    way = losses.options(plan.work)[0] if how == "auto" else losses.way(plan.work, how)
-    if way.kind == "plain" or not plan.scattered:
+    option = options(plan.work)[0] if how == "auto" else way(plan.work, how)
+    if option.kind == "plain" or not plan.scattered:
         reading = reading._replace(weight=layout.gather(reading.weight, axes))
         reference = reference and reference._replace(weight=layout.gather(reference.weight, axes))
-    if way.kind == "plain":
+    if option.kind == "plain":
         logits = reading.logits(layout)
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits(layout))
         return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
     plan = dataclasses.replace(
         plan,
-        by_vocab=way.kind == "vocab",
-        exp_parts=way.exp_parts if reading.cap is None else 0,
+        by_vocab=option.kind == "vocab",
+        exp_parts=option.exp_parts if reading.cap is None else 0,
         metrics=metrics,
     )
     return _in_parts(plan, LossInputs(reading, reference, targets, jax.lax.stop_gradient(weights), z_loss))
@@ -132,7 +274,7 @@ class _Plan:
 
     layout: Layout
     """Devices and their mesh."""
-    work: losses.Work
+    work: Work
     """What one device does."""
     tokens: Axes
     """Logical axes of the targets."""
@@ -171,7 +313,7 @@ def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str], layout: L
     scattered, shared = layout.readout(axes, width, summed)
     column = None if vocab % layout.ways(axes[1]) or set(layout.names(axes[1])) & set(summed) else axes[1]
     columns, itemsize = vocab // layout.ways(column), reading.features.dtype.itemsize
-    work = losses.Work(rows, columns, width, itemsize, layout.platform, layout.kind, layout.room)
+    work = Work(rows, columns, width, itemsize, layout.platform, layout.kind, layout.room)
     return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.names(column))
 
 

@@ -1,4 +1,6 @@
-"""The training step as a pure function over plain dicts: loss, gradients, update. `compile.py` puts it on a mesh.
+"""The training step as a pure function over plain dicts (loss, gradients, update), and the step on a mesh.
+
+On a mesh it has shardings, memory layouts and a lowering: one executable per run, for training and for evaluation.
 
 Shapes: B batch, T positions, V vocabulary or classes. What a batch holds is said at `mupax.train.core.state.Batch`.
 """
@@ -12,20 +14,123 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.layout import Format
+from jax.experimental.layout import Layout as MemoryLayout
 from jax.sharding import PartitionSpec
 
 from mupax.train.config.metrics import NO_METRICS, Metric, on_devices
-from mupax.train.core import nonfinite
+from mupax.train.core import state as core_state
 from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.factors import Factors
 from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.core.optimizer import apply_gradients
-from mupax.train.core.state import Batch, StepInputs, TrainState, averaged
+from mupax.train.core.state import Batch, StepInputs, TrainState, averaged, shardings_of
+from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import Arrays, Definition
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
     from mupax.zoo.manual import Manual
+
+
+def free_format(leaf: jax.ShapeDtypeStruct) -> Format:
+    """A leaf of the state where it is to lie, in whatever layout the compiler likes best."""
+    return Format(MemoryLayout.AUTO, leaf.sharding)
+
+
+def trace_train_step(
+    definition: Definition,
+    tx: optax.GradientTransformationExtraArgs,
+    abstract: TrainState,
+    layout: MeshLayout,
+    run: StepInputs,
+    batch: Batch,
+    accumulation_steps: int = 1,
+    *,
+    free: bool = False,
+) -> jax.stages.Traced:
+    """The step traced for a mesh: state donated, batch split by the layout, numbers replicated.
+
+    Args:
+        definition, tx: the model, and the optimizer of those of its parameters that are trained.
+        abstract: shapes, dtypes and shardings of the state (`state.abstract_state`).
+        layout: how arrays lie on the mesh that the step is for.
+        run, batch: arrays or their shapes; the batch is the global one.
+        accumulation_steps: microbatches of a step, which its batch divides into.
+        free: the compiler chooses how the state lies in memory; `input_formats` of the compiled step says how.
+    """
+    placed = jax.tree.map(free_format, abstract) if free else shardings_of(abstract)
+    jitted = jax.jit(
+        make_train_step(definition, tx, accumulation_steps, layout),
+        in_shardings=(placed, _shardings_of_inputs(run, abstract, layout), layout.batch(batch)),
+        out_shardings=(placed, layout.replicated),
+        donate_argnums=0,
+    )
+    return jitted.trace(_unplaced(abstract) if free else abstract, run, batch)
+
+
+def compile_eval_step(
+    definition: Definition,
+    abstract: TrainState,
+    layout: MeshLayout,
+    run: StepInputs,
+    batch: Batch,
+    formats: TrainState | None = None,
+) -> jax.stages.Compiled:
+    """(params, run, batch) -> `LossSums` of the batch with all metrics, for the parameters that `TrainState.evaluated` gives.
+
+    Args:
+        definition: the model.
+        abstract: shapes, dtypes and shardings of the state.
+        layout: how arrays lie on the mesh that the step is for.
+        run, batch: arrays or their shapes; the batch is the global one.
+        formats: how the training step takes its state, for parameters that lie in memory so; None: the default layouts.
+    """
+    placed = shardings_of(abstract) if formats is None else formats
+    params = abstract.evaluated if formats is None else _unplaced(abstract.evaluated)
+
+    def evaluate(params: Arrays, run: StepInputs, batch: Batch) -> LossSums:
+        return batch_sums(definition, params, run, batch, metrics=on_devices(training=False), layout=layout)
+
+    jitted = jax.jit(
+        evaluate,
+        in_shardings=(placed.evaluated, _shardings_of_inputs(run, abstract, layout), layout.batch(batch)),
+        out_shardings=layout.replicated,
+    )
+    return jitted.lower(params, run, batch).compile()
+
+
+def compile_logits(
+    definition: Definition, abstract: TrainState, layout: MeshLayout, run: StepInputs, batch: Batch
+) -> jax.stages.Compiled:
+    """(params, run, batch) -> logits of the batch's inputs, float32 [B, classes], on every device.
+
+    Args:
+        definition, abstract, layout, run, batch: as `compile_eval_step` takes them.
+    """
+
+    def logits(params: Arrays, run: StepInputs, batch: Batch) -> jax.Array:
+        return logits_of(definition, params, run, batch["inputs"], layout=layout)
+
+    jitted = jax.jit(
+        logits,
+        in_shardings=(
+            shardings_of(abstract).evaluated,
+            _shardings_of_inputs(run, abstract, layout),
+            layout.batch(batch),
+        ),
+        out_shardings=layout.replicated,
+    )
+    return jitted.lower(abstract.evaluated, run, batch).compile()
+
+
+def _shardings_of_inputs(run: StepInputs, abstract: TrainState, layout: MeshLayout) -> StepInputs:
+    shardings: Any = jax.tree.map(lambda _: layout.replicated, run._replace(reference=None))
+    return shardings if run.reference is None else shardings._replace(reference=shardings_of(abstract).params)
+
+
+def _unplaced(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract)
 
 
 def logits_of(
@@ -196,12 +301,12 @@ def make_train_step(
     accumulation_steps: int = 1,
     layout: Layout = ONE_DEVICE,
 ) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """(state, inputs, batch) -> (state, metrics). A step that `nonfinite` rejects leaves all but its counters as they were.
+    """(state, inputs, batch) -> (state, metrics). A step that `judge` rejects leaves all but its counters as they were.
 
     metrics: loss (mean nats per target, before the update), means over the targets of `METRICS` that are measured in training
     (accuracy), grad_norm (before clipping), lr (peak x schedule), weight (targets counted), float32 []; of a model with experts
     `Routing.metrics`; with a z-loss logit_z_loss, before its weight; verdict (left out, spike, left out in a row) int32 [3];
-    `nonfinite.squares`.
+    `squares`.
 
     Args:
         definition, tx: the model, and the chain that turns gradients into updates (`optimizer.build`).
@@ -216,9 +321,9 @@ def make_train_step(
             scales = drop_path.scales(run.drop, state.step, len(batch["targets"]))
             batch = {**batch, "scales": layout.constrain(scales, ("batch", None, None))}
         grads, sums = gradients(definition, state.params, run, batch, accumulation_steps, layout=layout)
-        squares = nonfinite.squares(grads, definition.specs)
+        squares = core_state.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
-        keep, spike, health = nonfinite.judge(state.health, run.limits, loss, grad_norm)
+        keep, spike, health = core_state.judge(state.health, run.limits, loss, grad_norm)
         hyper = run.hyper.at(state.step)
 
         def update(trained: Arrays, opt_state: Any, average: Arrays | None) -> tuple[Arrays, Any, Arrays | None]:
@@ -237,7 +342,7 @@ def make_train_step(
             return moved, opt_state, average
 
         before = {name: state.params[name] for name in grads}, state.opt_state, state.ema
-        trained, opt_state, average = nonfinite.applied(keep, update, before, platform=layout.platform)
+        trained, opt_state, average = core_state.applied(keep, update, before, platform=layout.platform)
         params = {**state.params, **trained}
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "grad_norm": grad_norm, "weight": sums.weight}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from mupax.train.data import order
+from mupax.train.data import interface
 from mupax.train.data.interface import ALL_ROWS, Batch, DataError
 from mupax.train.data.labelled import WHOLE, LabelledData, normalized
 from mupax.zoo.families import ImageModel, ModelConfig
@@ -104,16 +104,16 @@ class ImageData(LabelledData):
         self.train, self.eval = train, eval_
         self._train_view, self._eval_view = views if config.augment else (views[1], views[1])
         self.pixels, self.white, self.seed = pixels, white, seed
-        self._shuffle = order.Shuffle(len(train), seed)
-        self._eval_shuffle = order.Shuffle(len(eval_), 0, order.EVALUATION)
+        self._shuffle = interface.Shuffle(len(train), seed)
+        self._eval_shuffle = interface.Shuffle(len(eval_), 0, interface.EVALUATION)
 
     def shown(self, k: int, rows: np.ndarray, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         _, positions = self._shuffle(examples)
-        uniforms = order.rng(self.seed, order.AUGMENTATION, k).random((self.batch_size, NUMBERS))
+        uniforms = interface.rng(self.seed, interface.AUGMENTATION, k).random((self.batch_size, NUMBERS))
         return self._batch(self.train, positions, self._train_view, uniforms[rows])
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
+        indices = np.array(interface.batch_indices(j, self.eval_batch_size, rows))
         # A row past the end shows the first image again, at weight 0.
         positions = self.eval_positions(np.where(indices < self.eval_size, indices, 0))
         raw, targets = self._batch(self.eval, positions, self._eval_view, np.zeros((len(positions), NUMBERS)))

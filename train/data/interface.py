@@ -2,6 +2,11 @@
 
 Batch k is a function of (seed, k, batch_size): the only state of the input pipeline is the integer k, so a run resumes
 anywhere and on any number of processes, each of which takes its own rows of the global batch.
+
+The order of training examples is a new random permutation every epoch, computed index by index.
+
+Nothing is stored and nothing is skipped through: example i of the run is found in constant time for any i, so batch
+10^6 of a resumed run costs what batch 0 costs. The permutation is grain's index shuffle (a block cipher on indices).
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mupax.errors import MupaxError, MupaxFailure
@@ -19,10 +24,63 @@ if TYPE_CHECKING:
 
     from mupax.train.config.data import DataConfig
 
+ORDER, WINDOWS, AUGMENTATION, EVALUATION, NOISE, MIXTURE, RANDAUG, MIXING, POOLS = range(9)
+"""Purposes of random numbers; each draws from a stream of its own."""
+
 Batch = dict[str, "np.ndarray"]
 ALL_ROWS = slice(None)
 _BATCHES_AHEAD = 4
 _FOREVER = 2**40
+
+
+def rng(seed: int, purpose: int, *index: int) -> np.random.Generator:
+    """Random numbers that depend on the run's seed, what they are for, and an index.
+
+    Args:
+        seed: of the data, at least 0.
+        purpose: which stream, such as `AUGMENTATION`.
+        *index: of the batch, the epoch or the like; each has a stream of its own.
+    """
+    import numpy as np
+
+    return np.random.default_rng([seed, purpose, *index])
+
+
+class Shuffle:
+    """Epochs 0, 1, 2, … over `size` examples, each in its own random order.
+
+    Args:
+        size: examples per epoch.
+        seed: seed of the run; two runs of neighbouring seeds share no epoch's order.
+        purpose: which stream of random numbers to use.
+    """
+
+    def __init__(self, size: int, seed: int, purpose: int = ORDER) -> None:
+        import grain
+        import numpy as np
+
+        self.size = size
+        # grain takes seed + epoch for each epoch: hash first, or run 1 would repeat run 0 from its second epoch.
+        mixed = int(np.random.SeedSequence([seed, purpose]).generate_state(1)[0])
+        self._shuffled = grain.MapDataset.range(size).shuffle(seed=mixed)
+
+    def __call__(self, indices: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """(epoch, position) of the run's examples `indices`: both int64, positions in [0, size)."""
+        import numpy as np
+
+        i = np.fromiter(indices, np.int64)
+        return i // self.size, np.fromiter((self._shuffled[int(j)] for j in i), np.int64, len(i))
+
+
+def batch_indices(k: int, batch_size: int, rows: slice) -> range:
+    """Indices, counted from the start of the run, of the given rows of batch k.
+
+    Args:
+        k: from 0.
+        batch_size: rows of the global batch.
+        rows: of the global batch.
+    """
+    return range(k * batch_size, (k + 1) * batch_size)[rows]
 
 
 class DataError(MupaxError):

@@ -1,14 +1,23 @@
 """Several processes of one run: how they join, what they tell each other, and how a failure of one ends all.
 
 They talk through the key-value store of JAX's coordination service, which process 0 keeps.
+
+An abort by a library is told to the others and ends with a message.
+JAX's client aborts its process as soon as the coordinator, which is process 0, is gone. It has a callback for that, which
+jaxlib 0.10 to 0.12 cannot call (its argument has no form in Python): the attempt ends in an abort too, but without the trace of the
+stack. Python's own handlers only note a signal, and an abort goes on after them; so this one is called by the C library.
+JAX's coordinator aborts too when the wall clock of its machine jumps: it then takes every process for dead.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import functools
 import json
 import math
+import signal
 import socket
 import threading
 import time
@@ -22,8 +31,13 @@ from mupax import terminal
 from mupax.errors import MupaxError, MupaxFailure
 from mupax.terminal import leave
 from mupax.train.config.run import DistributedConfig
-from mupax.train.parallel import aborts
 from mupax.train.parallel.processes import DistributedError, Processes
+
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+_ANSWER_S = 2.0
+"""How long the coordinator may take to accept a connection."""
+_handlers: list[Any] = []
+"""Kept: the C library has their addresses."""
 
 _POLL_S = 1.0
 """How often a process says that it is alive and looks whether another has failed."""
@@ -34,6 +48,60 @@ _FOREVER_MS = 7 * 24 * 3600 * 1000
 _CLOCK_S = 30 * 24 * 3600
 """JAX tells silence by the wall clock, which may jump. The watch here tells it by the monotonic one, and much earlier."""
 _ALIVE, _FAILED, _WAITS = "mupax/alive", "mupax/failed", "mupax/waits"
+
+
+def listen(coordinator: str | None, tell: Callable[[str], object]) -> None:
+    """From now on an abort of this process says why, to the others and on the screen.
+
+    Args:
+        coordinator: its address, HOST:PORT; None where this process is it.
+        tell: the others.
+    """
+
+    def aborted(number: int) -> None:
+        if coordinator is not None and not _answers(coordinator):
+            leave(1, f"error: process 0 ({coordinator}) failed: killed or cut off, it does not answer any more")
+        # In another thread: this one may be of the client itself, which waits for it.
+        told = threading.Thread(target=tell, args=("aborted by a library; its own screen has more",), daemon=True)
+        told.start()
+        told.join(_ANSWER_S)
+        if coordinator is None:
+            time.sleep(_ANSWER_S)  # until the others have read it: this process takes the store with it
+        leave(
+            1,
+            "error: a library has aborted this process; its own lines above say why. The same command with --resume goes on from "
+            "the newest checkpoint",
+        )
+
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = [ctypes.c_int, _HANDLER], ctypes.c_void_p
+    _handlers.append(_HANDLER(aborted))
+    library.signal(signal.SIGABRT, _handlers[-1])
+
+
+@contextlib.contextmanager
+def without_trace() -> Iterator[None]:
+    """JAX's clients that are made meanwhile print no stack when they abort the process."""
+    library: Any = _distributed._jax  # pyright: ignore[reportPrivateImportUsage]
+    make: Callable[..., Any] = library.get_distributed_runtime_client
+    gone = functools.partial(leave, 1, "error: process 0 failed: killed or cut off, it does not answer any more")
+    library.get_distributed_runtime_client = functools.partial(make, missed_heartbeat_callback=lambda *status: gone())
+    try:
+        yield
+    finally:
+        library.get_distributed_runtime_client = make
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens there, and still does: a process that dies closes one connection after another."""
+    host, _, port = address.rpartition(":")
+    for _ in range(4):
+        time.sleep(_ANSWER_S / 8)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+        except OSError:
+            return False
+    return True
 
 
 class Cluster(Processes):
@@ -238,14 +306,14 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
         address: where they are (`processes.place`).
         config: how long to wait for them.
     """
-    # It would take SIGTERM away from `train/parallel/signals.py`, which agrees on a step by itself and hears SIGINT too.
+    # It would take SIGTERM away from `train/parallel/processes.py`, which agrees on a step by itself and hears SIGINT too.
     jax.config.update("jax_enable_preemption_service", False)
     late = threading.Timer(config.timeout_seconds, _too_late, (address, config.timeout_seconds))
     late.daemon = True
     late.start()
     try:
         # The service ends a process without a word for a person, on purpose later than `_too_late` and `Processes` do.
-        with aborts.without_trace():
+        with without_trace():
             jax.distributed.initialize(
                 **address,
                 initialization_timeout=config.timeout_seconds + 60,
@@ -255,7 +323,7 @@ def joined(address: dict[str, Any], config: DistributedConfig) -> Iterator[Clust
         late.cancel()
     state, clusters = _distributed.global_state, list[Cluster]()
     coordinator = state.coordinator_address if state.process_id else None
-    aborts.listen(coordinator, lambda reason: [each.post_failure(reason) for each in clusters])
+    listen(coordinator, lambda reason: [each.post_failure(reason) for each in clusters])
     processes = Cluster(jax.process_index(), jax.process_count(), state.client, config.heartbeat_seconds)
     clusters.append(processes)
     try:

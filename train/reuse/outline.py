@@ -11,7 +11,7 @@ from mupax.disk import read_json
 from mupax.errors import MupaxError
 from mupax.train.checkpoints import assets
 from mupax.train.checkpoints.assets import Assets
-from mupax.train.checkpoints.selection import BEST, named_step, step_of
+from mupax.train.checkpoints.checkpointer import BEST, named_step, step_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.record import model_from_json, preset_from_json, run_config
 from mupax.train.config.run import Config, PresetConfig

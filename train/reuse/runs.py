@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from mupax import disk
-from mupax.train.checkpoints import assets, failures, workdir
+from mupax.train.checkpoints import assets, workdir
+from mupax.train.checkpoints import folder as checkpoints_folder
 from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.making import making
@@ -41,10 +42,10 @@ def whole_state(folder: Path, program: Program) -> TrainState:
     """
     abstract = program.abstract.arrays()
     fit.check_arrays(abstract, f"parameters and optimizer state of {folder}", "Take a machine with more memory")
-    stored = failures.metadata(folder.absolute())
+    stored = checkpoints_folder.metadata(folder.absolute())
     if [leaf.shape for leaf in jax.tree.leaves(stored)] != [leaf.shape for leaf in jax.tree.leaves(abstract)]:
         raise WeightsError(f"{folder}: the checkpoint holds another state than {workdir.RECORD} says")
-    return TrainState(**disk.Patience()(lambda: failures.loaded(folder.absolute(), abstract), folder))
+    return TrainState(**disk.Patience()(lambda: checkpoints_folder.loaded(folder.absolute(), abstract), folder))
 
 
 def write(

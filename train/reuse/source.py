@@ -18,8 +18,8 @@ import numpy as np
 from mupax import memory
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.assets import Assets
+from mupax.train.checkpoints.checkpointer import BEST, named_step
 from mupax.train.checkpoints.folder import first_of
-from mupax.train.checkpoints.selection import BEST, named_step
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
 from mupax.train.config.preset import preset_for
 from mupax.train.config.run import Config

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-from mupax import command_line, jax_variables, plugins, terminal
+from mupax import command_line, plugins, process, terminal
 from mupax.paths import path_of
 from mupax.train.config import cli
 from mupax.train.config.checks import note_warmup
@@ -58,7 +58,7 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
 
         print(json.dumps(to_json(command.config), indent=2))
         return 0
-    jax_variables.check(cache.remembered)
+    process.check(cache.remembered)
     if command.dry_run:
         from mupax.train.run import dry_run
 

@@ -203,7 +203,7 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     from mupax.train.core.program import assemble
     from mupax.train.data import DataError, named_sets
     from mupax.train.data.text.batches import TextWindows
-    from mupax.train.run.evaluate import evaluate
+    from mupax.train.run.loop import evaluate
 
     config = saved.config
     program = assemble(config)
@@ -289,7 +289,7 @@ def _images(saved: Any, console: Any) -> Any:
 
 
 def _numbers(data: Any, scores: Any) -> dict[str, Any]:
-    """Return the `evaluate.Scores` of one data set, with its size."""
+    """Return the `Scores` of one data set, with its size."""
     return {**scores, "examples": data.eval_size, "targets": scores.targets}
 
 

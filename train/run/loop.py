@@ -1,13 +1,20 @@
 """A run, from its config to its last checkpoint: what is called here, in this order, is what happens.
 
 `runtime.py` has what a run stands on, `start.py` what it begins with, `results.py` what it says of itself.
+
+An evaluation gives a model's metrics over all evaluation examples: as a run sees them, and of any checkpoint afterwards.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import math
 import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,18 +22,17 @@ import numpy as np
 
 from mupax.plugins import refuse_while_importing
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.config.retention import SaveNeed
+from mupax.train.config.metrics import evaluation_row, metric_values
 from mupax.train.config.run import Config
-from mupax.train.core.nonfinite import RejectedStep
+from mupax.train.config.sections import SaveNeed
 from mupax.train.core.program import assemble
-from mupax.train.core.state import TrainState
-from mupax.train.core.step import Batch
-from mupax.train.data import DataError, ReadError, reading
-from mupax.train.run.evaluate import evaluation
-from mupax.train.run.prefetch import Prefetch
+from mupax.train.core.state import RejectedStep, TrainState
+from mupax.train.core.step import Batch, StepInputs
+from mupax.train.data import Data, DataError, ReadError, reading
+from mupax.train.parallel.sharding import Feed
 from mupax.train.run.report import finish
-from mupax.train.run.results import Report
-from mupax.train.run.runtime import STEP, HookError, Interrupted, Runtime, runtime
+from mupax.train.run.results import Prefetch, Report
+from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, Runtime, runtime
 from mupax.train.run.start import (
     Position,
     Session,
@@ -39,8 +45,10 @@ from mupax.train.run.start import (
     rewound,
     starting_position,
 )
+from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:
+    from mupax.train.core.cross_entropy.sums import LossSums
     from mupax.train.run.hooks import Hooks
 
 _FREED_S = 0.005
@@ -331,3 +339,80 @@ def interrupted(session: Session, report: Report, state: TrainState, step: int, 
         f"{reason}\nstopped at step {step} of {steps}, {saved}; mend the data and write the command with --resume to go on, "
         "and with --resume-change data where a file was replaced or removed"
     ) from reason
+
+
+class Scores(dict[str, float]):
+    """Metrics of an evaluation by name, in the order of `METRICS`.
+
+    Attributes:
+        targets: Number of targets that they are over.
+    """
+
+    def __init__(self, values: Mapping[str, float], targets: int) -> None:
+        super().__init__(values)
+        self.targets = targets
+
+
+def evaluate(
+    eval_fn: jax.stages.Compiled,
+    params: Arrays,
+    inputs: StepInputs,
+    data: Data,
+    feed: Feed,
+    dispatching: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    observer: Callable[[Batch], None] | None = None,
+) -> Scores:
+    """Return the metrics over all evaluation examples; every process of a run calls this alike.
+
+    Args:
+        eval_fn: the compiled evaluation step.
+        params: the model's.
+        inputs: read by the step besides them.
+        data: whose evaluation examples.
+        feed: puts them on the mesh.
+        dispatching: entered around every program; what it raises ends the evaluation.
+        observer: given every batch, on the mesh.
+    """
+    total: LossSums | None = None
+    with Prefetch(data.eval_batches(*feed.rows), feed.put) as batches:
+        for batch in batches:
+            with dispatching():
+                # Fetched at once: on a CPU a queued batch has its temporaries too.
+                sums = jax.device_get(eval_fn(params, inputs, batch))
+            if observer is not None:
+                observer(batch)
+            total = sums if total is None else jax.tree.map(np.add, total, sums)
+    assert total is not None, "data without evaluation examples"
+    weight = float(total.weight)
+    means = {name: float(value) / weight for name, value in total.metrics.items()}
+    values = metric_values(float(total.loss) / weight, means, data.bytes_per_target)
+    return Scores(values, int(weight) if math.isfinite(weight) else 0)
+
+
+def evaluation(session: Session, report: Report, state: TrainState, step: int) -> None:
+    """Write the row of an evaluation, on the run's data and its further sets.
+
+    Args:
+        session: of the run.
+        report: gets the row.
+        state: to evaluate, by its moving average where it has one.
+        step: steps done.
+
+    Raises:
+        Interrupted: a signal came first.
+        DataError, ReadError: the data cannot be read.
+    """
+    feed, awaited = session.program.eval_feed(), f"the evaluation at step {step}"
+    dispatching = partial(session.rt.dispatching, awaited, EVALUATION)
+    with reading():
+        scores = evaluate(session.eval_fn, state.evaluated, session.inputs, session.data, feed, dispatching)
+        row = {"step": step, **evaluation_row(scores)}
+        for name, data in session.sets.items():
+            scores = evaluate(session.eval_fn, state.evaluated, session.inputs, data, feed, dispatching)
+            row |= evaluation_row(scores, name)
+    report.evaluated(row if state.ema is None else {**row, "eval_weights": "ema"})
+    if session.snapshots is not None:
+        report.show(step, session.snapshots.take(state, partial(session.rt.dispatching, awaited)))
+    measured = session.evaluations.add(row)
+    if session.rt.processes.leader:
+        session.checkpoints.evaluated({step: measured})

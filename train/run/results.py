@@ -1,32 +1,106 @@
-"""What a run tells files and the terminal: results of steps, fetched from the devices while later steps run there."""
+"""The two ends of a run's loop: batches on their way to the devices, and results of steps on their way back, while other steps run.
+
+Results are written to files and the terminal.
+"""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import math
+import queue
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import jax
 import numpy as np
 
 from mupax.train.config.metrics import metric_values
-from mupax.train.core.nonfinite import RejectedStep, culprit
 from mupax.train.core.program import Program
+from mupax.train.core.state import RejectedStep, culprit
 from mupax.train.data import Data
 from mupax.train.parallel import hardware
 from mupax.train.run.report.metrics import MetricsWriter
-from mupax.train.run.report.progress import Progress
-from mupax.train.run.report.timing import Profile, Timing
+from mupax.train.run.report.progress import Profile, Progress, Timing
 from mupax.train.run.runtime import STEP, Runtime
 from mupax.train.run.start import Position
 from mupax.zoo import flops
 
 if TYPE_CHECKING:
-    from mupax.train.run.report.mirrors.tags import Media
+    from mupax.train.run.report.mirrors.trackers import Media
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+DEPTH = 2
+"""Batches kept on the devices beside the one in use."""
+_PATIENCE_S = 5.0
+"""How long `close` waits for a source that is stuck, in a file system that hangs say."""
+
+
+class Prefetch(Generic[S, T]):
+    """The batches of a source in its order, each put on the devices by a thread before it is asked for.
+
+    What goes wrong in the thread is raised by `next`, after the batches before it, as it was raised there. Close it, or
+    use it as a context manager: then the source is closed too, by the thread.
+
+    Args:
+        source: batches on the host.
+        put: sends one to the devices.
+        depth: batches that may wait there, at least 1. The thread has one more in its hands.
+    """
+
+    def __init__(self, source: Generator[S, None, None], put: Callable[[S], T], depth: int = DEPTH) -> None:
+        self._source, self._put = source, put
+        self._queue: queue.Queue[tuple[T] | Exception] = queue.Queue(depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def ready(self, seconds: float = 0.0) -> bool:
+        """Whether `next` answers at once, after waiting at most so long for it."""
+        with self._queue.not_empty:
+            return self._queue.not_empty.wait_for(lambda: bool(self._queue.queue), seconds)
+
+    def __iter__(self) -> Prefetch[S, T]:
+        return self
+
+    def __next__(self) -> T:
+        item = self._queue.get()
+        if isinstance(item, Exception):
+            self._queue.put(item)  # Nothing comes after it: the next call ends in the same way.
+            raise item
+        return item[0]
+
+    def close(self) -> None:
+        """End the thread and the source. Closing twice does nothing more."""
+        self._stop.set()
+        until = time.monotonic() + _PATIENCE_S
+        while self._thread.is_alive() and time.monotonic() < until:
+            with contextlib.suppress(queue.Empty):  # The thread may wait for room.
+                self._queue.get_nowait()
+            self._thread.join(0.01)
+
+    def __enter__(self) -> Prefetch[S, T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        last: Exception = StopIteration()
+        try:
+            with contextlib.closing(self._source):
+                for batch in self._source:
+                    if self._stop.is_set():
+                        return
+                    self._queue.put((self._put(batch),))
+        except Exception as error:
+            last = error
+        self._queue.put(last)
 
 
 class Report(contextlib.ExitStack):

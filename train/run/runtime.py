@@ -21,8 +21,7 @@ from mupax.paths import is_remote
 from mupax.terminal import lasting, rich_console
 from mupax.train.checkpoints import workdir
 from mupax.train.config.run import Config
-from mupax.train.parallel.processes import Processes, place
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import Processes, StopRequest, place
 
 if TYPE_CHECKING:
     from mupax.train.run.report.spool import Spool
@@ -200,11 +199,12 @@ def runtime(config: Config) -> Iterator[Runtime]:
     with lasting(), StopRequest() as stop, _joined(address, config) as processes:
         stop.join(processes)
         if processes.count > 1:
+            from mupax.train.core import program as core_program
             from mupax.train.data import cache
-            from mupax.train.parallel import agreement, compilation_cache
+            from mupax.train.parallel import agreement
 
             agreement.check(config, processes)
-            compilation_cache.use(cache.root, processes)
+            core_program.use(cache.root, processes)
         folder, resumed = workdir.claim(config, processes)
         with (
             workdir.locked(folder, processes),

@@ -15,7 +15,7 @@ from rich.console import Console
 from mupax import memory
 from mupax.terminal import rich_console
 from mupax.train import data as data_sources
-from mupax.train.checkpoints import assets, selection, workdir
+from mupax.train.checkpoints import assets, checkpointer, workdir
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import CHECKPOINTS, steps
 from mupax.train.config.data import DataConfig
@@ -28,14 +28,14 @@ from mupax.train.data import assets as data_assets
 from mupax.train.parallel import environment
 from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
-from mupax.train.run.report.early_stop import Evaluations, rows_until
+from mupax.train.run.report.metrics import Evaluations, rows_until
 from mupax.train.run.report.progress import announce
 from mupax.train.run.runtime import Runtime
 
 if TYPE_CHECKING:
-    from mupax.train.run.copies import CopyCheck
     from mupax.train.run.hooks import Hooks
     from mupax.train.run.report.mirrors.snapshots import Snapshots
+    from mupax.train.run.resume import CopyCheck
 
 IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
@@ -176,7 +176,7 @@ def compiled(
     """
     copies = None
     if rt.processes.count > 1:
-        from mupax.train.run.copies import CopyCheck
+        from mupax.train.run.resume import CopyCheck
 
         copies = CopyCheck(rt.processes)
         copies.check_start(position.state, data, position.step)
@@ -287,7 +287,7 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
     facts = before.get("data") or {}
     choice = config.resume_from
     metric = config.checkpoint.best_metric
-    step = None if choice is None else selection.step_of(folder, choice, metric)
+    step = None if choice is None else checkpointer.step_of(folder, choice, metric)
     from mupax.train.reuse import own_files
 
     own = assets.find(folder, step)
@@ -386,7 +386,7 @@ def starting_position(
     config, console = program.config, runtime.console
     choice, metric = config.resume_from, config.checkpoint.best_metric
     at: int | None = runtime.processes.broadcast(
-        "resume from", lambda: None if choice is None else selection.step_of(runtime.folder, choice, metric)
+        "resume from", lambda: None if choice is None else checkpointer.step_of(runtime.folder, choice, metric)
     )
     if checkpoints.latest_of_all() is None:
         make_state = _prepared(program, data)  # what does not fit is refused before anything is written
@@ -411,7 +411,7 @@ def starting_position(
         resume.announce(config, runtime, position.step, set_facts, checkpoints, now)
     if at is not None:
         files = [runtime.files / metrics.FILE_NAME, runtime.folder / workdir.RECORD]
-        if line := runtime.processes.broadcast("branch", lambda: selection.branch_off(checkpoints, at, files)):
+        if line := runtime.processes.broadcast("branch", lambda: checkpointer.branch_off(checkpoints, at, files)):
             console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
     if runtime.processes.leader:
         preset, flags = program.preset.describe(), program.compiler_options()

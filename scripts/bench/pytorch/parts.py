@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from mupax.train.core import nonfinite
+from mupax.train.core import state as core_state
 from mupax.train.core.loss import cross_entropy_from_logits
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
@@ -157,7 +157,7 @@ def update(program: Program) -> Part:
     run, state, opt = program.step_inputs(), program.initial_state(), program.config.optimizer
 
     def updated(state: TrainState, grads: Any, run: StepInputs) -> Any:
-        hyper, norm = run.hyper.at(state.step), jnp.sqrt(jnp.sum(nonfinite.squares(grads, program.definition.specs)))
+        hyper, norm = run.hyper.at(state.step), jnp.sqrt(jnp.sum(core_state.squares(grads, program.definition.specs)))
 
         def moved(params: Any, opt_state: Any) -> tuple[Any, Any]:
             updates, opt_state = program.tx.update(grads, opt_state, params, factors=run.factors, hyper=hyper)
@@ -165,7 +165,7 @@ def update(program: Program) -> Part:
 
         before = (state.params, state.opt_state)
         platform = program.layout.platform
-        params, opt_state = nonfinite.applied(jnp.isfinite(norm), moved, before, platform=platform)
+        params, opt_state = core_state.applied(jnp.isfinite(norm), moved, before, platform=platform)
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state), norm
 
     grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), state.params)

@@ -24,12 +24,11 @@ from jax.experimental.layout import Format, Layout
 
 from mupax.train.config.metrics import on_devices
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core.compile import free_format
 from mupax.train.core.loss import cross_entropy
 from mupax.train.core.optimizer import schedule_table
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
-from mupax.train.core.step import StepInputs, make_train_step
+from mupax.train.core.step import StepInputs, free_format, make_train_step
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.pods import topology
 from mupax.zoo import configs

@@ -33,7 +33,7 @@ SHORT_S = 8.0
 _GIVE_UP_S = 240.0
 _STEP = "mupax.train.run.results", "Report.add"
 _SAVE = "mupax.train.checkpoints.checkpointer", "Checkpoints.save"
-_EVALUATION = "mupax.train.run.evaluate", "evaluate"
+_EVALUATION = "mupax.train.run.loop", "evaluate"
 _PUT = "mupax.train.parallel.sharding", "Feed.put"
 _COMPILE = "mupax.train.core.program", "Program.compile_train"
 _INPUTS = "mupax.train.core.program", "Program.step_inputs"
@@ -218,7 +218,7 @@ def drifting(step: int, word: str) -> Action:
 
 def other_order() -> None:
     """Take the examples of a batch in another order."""
-    from mupax.train.data.order import Shuffle
+    from mupax.train.data.interface import Shuffle
 
     real: Callable[..., Any] = Shuffle.__call__
     strike()

@@ -9,11 +9,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from mupax.train.checkpoints import manifest
+from mupax.train.checkpoints import layout
 
 
 def _files(folder: Path, at_least: int = 1) -> list[Path]:
-    held = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != manifest.NAME]
+    held = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != layout.MANIFEST]
     return [path for path in held if path.stat().st_size >= at_least]
 
 
@@ -94,7 +94,7 @@ def exchange(folder: Path, choose: random.Random) -> str:
 
 def manifest_damage(folder: Path, choose: random.Random) -> str:
     """The manifest gone, cut, with a bit flipped, with one value edited, or of the step before."""
-    path = folder / manifest.NAME
+    path = folder / layout.MANIFEST
     content = bytearray(path.read_bytes())
     kind = choose.choice(["missing", "cut", "bit", "edited", "older"])
     if kind == "missing":
@@ -105,7 +105,7 @@ def manifest_damage(folder: Path, choose: random.Random) -> str:
         content[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
         path.write_bytes(content)
     elif kind == "older":
-        shutil.copyfile(_older(folder) / manifest.NAME, path)
+        shutil.copyfile(_older(folder) / layout.MANIFEST, path)
     else:
         whole = json.loads(content)
         body = whole["manifest"]
@@ -121,7 +121,7 @@ def manifest_damage(folder: Path, choose: random.Random) -> str:
             body["step"] += 1
         path.write_text(json.dumps(whole))
         kind = f"{edit} edited"
-    return f"{manifest.NAME}, {kind}"
+    return f"{layout.MANIFEST}, {kind}"
 
 
 KINDS: dict[str, Callable[[Path, random.Random], str]] = {

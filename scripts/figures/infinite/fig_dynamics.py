@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mupax.train.studies.infinite.setup import patches
+from mupax.train.studies.infinite.command import patches
 from scripts.figures import models, panels
 from scripts.figures.result import Data, Figure, Row, Settings, exponent
 
@@ -61,16 +61,17 @@ def _one_block(settings: Settings, *, head_dim: int, alpha_a: float, heads: list
 
 def _stack(settings: Settings, depth: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The zoo's ViT trained by our own step."""
-    from mupax.train.studies.infinite import course, setup
+    from mupax.train.studies.infinite import command as dynamics
 
     own = settings["stack"]
     config = run(settings, depth)
     images, targets = digits(own["images"])
     wide = {"heads": own["limit"], "draws": own["draws"]}
-    right = course.limit(config, images, targets, **wide, seed=1)
-    wrong = course.limit(config, images, targets, **{**wide, "draws": 1}, seed=2, responses=False)
+    right = dynamics.limit(config, images, targets, **wide, seed=1)
+    wrong = dynamics.limit(config, images, targets, **{**wide, "draws": 1}, seed=2, responses=False)
     nets = [
-        course.finite(setup.with_heads(config, count), images, targets, seeds=own["seeds"]) for count in own["heads"]
+        dynamics.finite(dynamics.with_heads(config, count), images, targets, seeds=own["seeds"])
+        for count in own["heads"]
     ]
     curves = {
         "limit": right.losses, "without_response": wrong.losses, "nets": nets[0].losses, "memory": right.memory.mean(0),

@@ -21,7 +21,7 @@ ERRORS = (0.2, 0.1, 0.05)
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
     """Outputs after the last step: of the limit of many heads [N, draws, B C], of proxies [N, width, seeds, B C]; and losses."""
     del work
-    from mupax.train.studies.infinite import course, setup
+    from mupax.train.studies.infinite import command as dynamics
 
     own, steps = settings["stack"], max(settings["at"])
     images, targets = fig_dynamics.digits(own["images"])
@@ -30,12 +30,12 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
         return fig_dynamics.run({**settings, "stack": {**own, "head_dim": head_dim}}, own["depth"][0])
 
     limits = [
-        course.limit(config(n), images, targets, heads=own["limit"] // n, draws=own["draws"], seed=n)
+        dynamics.limit(config(n), images, targets, heads=own["limit"] // n, draws=own["draws"], seed=n)
         for n in settings["limit_head_dims"]
     ]
     nets = [
         [
-            course.finite(setup.with_heads(config(n), width // n), images, targets, seeds=own["seeds"])
+            dynamics.finite(dynamics.with_heads(config(n), width // n), images, targets, seeds=own["seeds"])
             for width in settings["widths"]
         ]
         for n in settings["head_dims"]

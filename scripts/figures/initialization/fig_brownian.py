@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mupax.train.studies.infinite.setup import patches
+from mupax.train.studies.infinite.command import patches
 from scripts.figures import models, panels
 from scripts.figures.initialization import kernels
 from scripts.figures.result import Data, Figure, Row, Settings, exponent

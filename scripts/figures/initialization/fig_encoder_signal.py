@@ -24,7 +24,7 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     `constant` in place of alpha_l has branches that are the same at every depth.
     """
     del work
-    from mupax.presets.power import ONE
+    from mupax.presets.rule import ONE
     from mupax.train.config.run import OptimizerConfig
     from mupax.train.core import factors
     from mupax.train.studies.check import check

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mupax.train.studies.infinite.setup import patches
+from mupax.train.studies.infinite.command import patches
 from scripts.figures import models
 from scripts.figures.initialization import kernels
 from scripts.figures.result import Row, Settings, jackknife

@@ -28,7 +28,7 @@ from mupax.train import data
 from mupax.train.config.run import Config, InitConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.reuse.start import finetune, init_from
-from mupax.train.run.evaluate import evaluate
+from mupax.train.run.loop import evaluate
 from mupax.train.studies.transfer.fit import Curve
 from scripts import ROOT
 

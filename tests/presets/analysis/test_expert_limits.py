@@ -13,8 +13,7 @@ from mupax.presets import ParamSpec, Preset, Role
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import EXPERT_LIMITS
 from mupax.presets.analysis.verdicts import DESCRIPTIVE, verdicts
-from mupax.presets.power import axis
-from mupax.presets.rule import Rule
+from mupax.presets.rule import Rule, axis
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from mupax.__main__ import main
 from mupax.presets.analysis.joint_limits import OBSERVABLES, observables, troubles, verdicts
 from mupax.presets.horizon import COLUMNS, RULES, formula
 from mupax.presets.joint import path, scaled
-from mupax.presets.power import ONE, axis
+from mupax.presets.rule import ONE, axis
 
 pytestmark = pytest.mark.core
 

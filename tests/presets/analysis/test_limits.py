@@ -11,7 +11,7 @@ from mupax.presets import Preset, Role
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.model import LIMITS, SPECS
 from mupax.presets.analysis.verdicts import Entry, compare_rows, verdicts, wrong
-from mupax.presets.power import ONE, axis
+from mupax.presets.rule import ONE, axis
 
 pytestmark = pytest.mark.core
 

@@ -18,8 +18,8 @@ from mupax.presets.analysis.model import EXPERT_LIMITS, PARTS
 from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.presets.analysis.verdicts import verdicts
 from mupax.presets.papers import choices
-from mupax.presets.power import ONE, axis
 from mupax.presets.roles import VECTORS
+from mupax.presets.rule import ONE, axis
 from tests.presets.papers.test_others import ALL, BASE, BIG, MATRICES, READOUT, TIED, TOKEN, D, F
 
 pytestmark = pytest.mark.core

@@ -10,7 +10,7 @@ import pytest
 
 from mupax import presets
 from mupax.presets import Preset
-from mupax.presets.verify.published import MISTAKES, STANDARD
+from mupax.presets.verify.command import MISTAKES, STANDARD
 from tests.presets.verify.dumps import LR, Contents, changed, decoder, dump, verified
 
 pytestmark = pytest.mark.core

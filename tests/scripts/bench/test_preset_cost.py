@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.core.compile import trace_train_step
 from mupax.train.core.program import Program, assemble
+from mupax.train.core.step import trace_train_step
 from scripts.bench.step import preset_cost
 
 FLOPS, BYTES = 1.005, 1.03

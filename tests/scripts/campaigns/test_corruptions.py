@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mupax.train.checkpoints import folder, manifest
+from mupax.train.checkpoints import folder, layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
 from scripts.campaigns import corruptions
 from scripts.campaigns.corruptions import STEPS, Saved, bits, campaign, page
@@ -78,7 +78,7 @@ def test_control_without_digests_the_campaign_sees_wrong_restores(
     saved: Saved, no_control: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folder, "file_problems", lambda *_, **__: [])
-    monkeypatch.setattr(manifest, "check_loaded", lambda *_: [])
+    monkeypatch.setattr(layout, "check_loaded", lambda *_: [])
     monkeypatch.setattr(corruptions, "KINDS", {"bit flipped": _flip_a_weight})
     (result,) = campaign([saved], 1, 0, tmp_path)
     assert (result["outcome"], result["good"]) == ("wrong", False)

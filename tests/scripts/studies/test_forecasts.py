@@ -14,8 +14,8 @@ import pytest
 
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
-from mupax.train.studies.sweep.keys import key_of
 from mupax.train.studies.sweep.rows import Row, Rows
+from mupax.train.studies.sweep.sweep import key_of
 from mupax.zoo import flops
 from scripts.studies import backtest, forecasts
 

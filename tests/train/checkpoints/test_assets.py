@@ -19,7 +19,7 @@ from PIL import Image
 from mupax.__main__ import main
 from mupax.paths import path_of
 from mupax.train import data as data_sources
-from mupax.train.checkpoints import assets, manifest
+from mupax.train.checkpoints import assets, layout
 from mupax.train.config.data import DataConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.data import assets as data_assets
@@ -69,7 +69,7 @@ def write_texts(folder: Path, seed: int) -> None:
 
 
 def named(workdir: Path, step: int) -> assets.Entries:
-    return manifest.read(workdir / "checkpoints" / str(step)).assets
+    return layout.read(workdir / "checkpoints" / str(step)).assets
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -208,7 +208,7 @@ def of_an_older_version(workdir: Path) -> None:
     for file in workdir.glob("checkpoints/*/manifest.json"):
         body = json.loads(file.read_text())["manifest"]
         del body["assets"]
-        content = {"format": "mupax-checkpoint-2", "digest": manifest._digest_of(body), "manifest": body}
+        content = {"format": "mupax-checkpoint-2", "digest": layout._digest_of(body), "manifest": body}
         file.write_text(json.dumps(content))
 
 

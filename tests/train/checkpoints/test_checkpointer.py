@@ -18,7 +18,7 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.paths import path_of
-from mupax.train.checkpoints import manifest, workdir
+from mupax.train.checkpoints import layout, workdir
 from mupax.train.checkpoints.folder import steps
 from mupax.train.parallel.processes import Processes
 from mupax.train.run import loop
@@ -287,14 +287,14 @@ def test_where_no_checkpoint_is_good_nothing_is_overwritten(whole: Done, untrain
 @pytest.mark.core
 @pytest.mark.parametrize("lasts", [True, False])
 def test_a_full_disk_does_not_end_training(lasts: bool, whole: Done, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, name = manifest.write, f"full-{lasts}"
+    write, name = layout.write, f"full-{lasts}"
 
-    def full(folder: Path, listing: manifest.Manifest) -> None:
+    def full(folder: Path, listing: layout.Manifest) -> None:
         if lasts or listing.step < 5:
             raise OSError(28, "No space left on device")
         write(folder, listing)
 
-    monkeypatch.setattr(manifest, "write", full)
+    monkeypatch.setattr(layout, "write", full)
     done = train("--workdir", name)
     assert done.code == int(lasts), done.err
     assert rows(name) == rows("whole")  # every step was trained, and told

@@ -11,12 +11,13 @@ import pytest
 
 from mupax import buckets
 from mupax.paths import path_of
-from mupax.train.checkpoints import command, manifest
+from mupax.train.checkpoints import command
+from mupax.train.checkpoints import layout as checkpoints_layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.layout import aside, renames_folders
 from mupax.train.checkpoints.workdir import WorkdirError
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 from tests.fixtures.emulator import bucket, emulator
 from tests.train.checkpoints.test_manifest import FACTS, data_file, flip, restored, same, state_at
 
@@ -90,7 +91,7 @@ def test_control_a_folder_on_a_disk_can_be_renamed(tmp_path: Path) -> None:
 
 def test_what_a_kill_leaves_before_the_manifest_counts_for_nothing(saved: Path) -> None:
     folder = saved / "checkpoints"
-    (folder / "5" / manifest.NAME).unlink()
+    (folder / "5" / checkpoints_layout.MANIFEST).unlink()
     (folder / "5.saving").write_text("")
     state, notes = restored(saved)
     assert same(state, state_at(3))
@@ -117,7 +118,7 @@ def test_a_checkpoint_loses_its_manifest_before_anything_else(saved: Path, monke
     with Checkpoints(saved, CheckpointConfig(keep=2)) as checkpoints:
         gone.clear()
         checkpoints.layout.delete(3)
-    assert gone == [manifest.NAME, "3", "3.saving"]
+    assert gone == [checkpoints_layout.MANIFEST, "3", "3.saving"]
     assert steps(saved / "checkpoints") == [5]
 
 
@@ -154,7 +155,7 @@ def test_the_next_of_the_same_step_takes_the_place_of_a_damaged_one(saved: Path)
 
 
 def test_a_manifest_that_somebody_deleted_is_damage(saved: Path) -> None:
-    (saved / "checkpoints" / "5" / manifest.NAME).unlink()
+    (saved / "checkpoints" / "5" / checkpoints_layout.MANIFEST).unlink()
     state, notes = restored(saved)
     assert same(state, state_at(3))
     assert "checkpoint 5 is damaged: manifest.json is missing" in notes[0]
@@ -222,8 +223,8 @@ def test_a_checkpoint_is_saved_whatever_becomes_of_an_older_one(
 
 def test_a_checkpoint_that_is_being_saved_is_not_damaged(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved / "checkpoints"
-    whole = (folder / "5" / manifest.NAME).read_bytes()
-    (folder / "5" / manifest.NAME).unlink()
+    whole = (folder / "5" / checkpoints_layout.MANIFEST).read_bytes()
+    (folder / "5" / checkpoints_layout.MANIFEST).unlink()
     assert command.main([str(saved)]) == 1  # control: without the mark of a save something is wrong
     assert "damaged: manifest.json is missing" in capsys.readouterr().out
     (folder / "5.saving").write_text("")
@@ -231,6 +232,6 @@ def test_a_checkpoint_that_is_being_saved_is_not_damaged(saved: Path, capsys: py
     shown = capsys.readouterr().out
     assert "being saved" in shown
     assert "damaged" not in shown
-    (folder / "5" / manifest.NAME).write_bytes(whole)
+    (folder / "5" / checkpoints_layout.MANIFEST).write_bytes(whole)
     assert command.main([str(saved)]) == 0
     assert "being saved" not in capsys.readouterr().out

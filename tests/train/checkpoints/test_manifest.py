@@ -20,13 +20,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from mupax.train.checkpoints import checkpointer, command, failures, manifest
+from mupax.train.checkpoints import checkpointer, command, layout
 from mupax.train.checkpoints import folder as disk
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
 from mupax.train.checkpoints.layout import Renamed
 from mupax.train.checkpoints.workdir import WorkdirError
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
 
 FACTS = {"name": "primes", "digest": "d1"}
@@ -116,8 +116,8 @@ def test_the_manifest_has_a_digest_of_every_shard_and_every_file(saved: Path) ->
         "params.gain": 1,
     }
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    assert files == {*listing.files, manifest.NAME}
-    assert failures.damaged_arrays(folder, listing.arrays) == []
+    assert files == {*listing.files, layout.MANIFEST}
+    assert disk.damaged_arrays(folder, listing.arrays) == []
     assert steps(saved / "checkpoints") == [3, 5]
 
 
@@ -127,12 +127,12 @@ def test_a_state_saved_on_two_devices_is_checked_on_eight(tmp_path: Path) -> Non
         checkpoints.save(7, state_at(7, devices=2), FACTS)
     loaded, _ = restored(tmp_path)
     assert same(loaded, state_at(7))
-    listed = manifest.read(tmp_path / "checkpoints" / "7").arrays
+    listed = layout.read(tmp_path / "checkpoints" / "7").arrays
     # Control: the same check finds one number that differs in its last bit.
     other = np.asarray(loaded.params["token"]).copy()
     other.view(np.int32)[15, 6] ^= 1
     wrong = loaded._replace(params={**loaded.params, "token": jnp.asarray(other)})
-    assert manifest.check_loaded(manifest.by_name(wrong.arrays()), listed) == ["params.token"]
+    assert layout.check_loaded(layout.by_name(wrong.arrays()), listed) == ["params.token"]
 
 
 # What is damaged
@@ -151,14 +151,12 @@ def test_control_orbax_alone_restores_a_flipped_bit_without_a_word(tmp_path: Pat
 @pytest.mark.core
 def test_a_flipped_bit_is_named_set_aside_and_the_one_before_used(run: Path) -> None:
     damaged = run / "checkpoints" / "5"
-    listing = manifest.read(damaged)
+    listing = layout.read(damaged)
     file = data_file(damaged)
     content = file.read_bytes()
     at = content.index(np.asarray(state_at(5).params["token"])[:2].tobytes())
     flip(file, 8 * at + 1)
-    with pytest.raises(
-        manifest.DamagedError, match=r"has other contents than were written, which spoils params\.token$"
-    ):
+    with pytest.raises(layout.DamagedError, match=r"has other contents than were written, which spoils params\.token$"):
         verified(damaged)
     state, notes = restored(run)
     assert same(state, state_at(3))
@@ -166,14 +164,14 @@ def test_a_flipped_bit_is_named_set_aside_and_the_one_before_used(run: Path) -> 
     for words in ("checkpoint 5 is damaged", file.name, "params.token", "set-aside/5", "going back to checkpoint 3"):
         assert words in notes[0]
     assert steps(run / "checkpoints") == [3]
-    assert (run / "checkpoints" / "set-aside" / "5" / manifest.NAME).is_file()
+    assert (run / "checkpoints" / "set-aside" / "5" / layout.MANIFEST).is_file()
     assert listing.step == 5
     # Control: nothing is said of what is good.
     assert restored(run)[1] == []
 
 
 def _edited(folder: Path) -> None:
-    path = folder / manifest.NAME
+    path = folder / layout.MANIFEST
     whole = json.loads(path.read_text())
     whole["manifest"]["step"] = 6
     path.write_text(json.dumps(whole))
@@ -198,11 +196,11 @@ DAMAGE: dict[str, Any] = {
     "missing": (lambda folder: data_file(folder).unlink(), "is missing"),
     "swapped": (_swapped, "bytes, not"),
     "exchanged": (_exchanged, "is missing"),
-    "no manifest": (lambda folder: (folder / manifest.NAME).unlink(), "manifest.json is missing"),
+    "no manifest": (lambda folder: (folder / layout.MANIFEST).unlink(), "manifest.json is missing"),
     "manifest edited": (_edited, "does not have the digest it names"),
-    "manifest cut": (lambda folder: os.truncate(folder / manifest.NAME, 900), "not JSON"),
+    "manifest cut": (lambda folder: os.truncate(folder / layout.MANIFEST, 900), "not JSON"),
     "manifest of another step": (
-        lambda folder: shutil.copy(folder.parent / "3" / manifest.NAME, folder / manifest.NAME),
+        lambda folder: shutil.copy(folder.parent / "3" / layout.MANIFEST, folder / layout.MANIFEST),
         "manifest.json is of step 3",
     ),
 }
@@ -276,12 +274,12 @@ def test_what_an_interrupted_save_left_is_removed(run: Path) -> None:
 @pytest.mark.core
 def test_a_manifest_of_a_stranger_reads_no_file_outside(run: Path) -> None:
     folder = run / "checkpoints" / "5"
-    listing = manifest.read(folder)
+    listing = layout.read(folder)
     for path in ("/etc/passwd", "../3/_CHECKPOINT_METADATA", "state/../../3/manifest.json"):
         listing.files[path] = [1, "0"]
-        manifest.write(folder, listing)  # with a digest that is right
-        with pytest.raises(manifest.DamagedError, match="another form"):
-            manifest.read(folder)
+        layout.write(folder, listing)  # with a digest that is right
+        with pytest.raises(layout.DamagedError, match="another form"):
+            layout.read(folder)
         del listing.files[path]
 
 
@@ -293,7 +291,7 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next(run: Path, monkey
     notes: list[str] = []
     with Checkpoints(run, CheckpointConfig(keep=2), note=notes.append) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(manifest, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            patch.setattr(layout, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
             checkpoints.save(6, state_at(6), FACTS)
             assert "No space left on device" in (checkpoints.wait() or "")
         assert steps(run / "checkpoints") == [3, 5]  # none was deleted for the one that is not there
@@ -326,13 +324,13 @@ def test_a_disk_that_gives_back_something_else_is_found_before_an_older_one_is_d
 @pytest.mark.core
 def test_a_disk_that_is_too_slow_does_not_stop_training(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes, disk = [], threading.Event()
-    write = manifest.write
+    write = layout.write
 
     def slow(*arguments: Any) -> None:
         assert disk.wait(60)
         write(*arguments)
 
-    monkeypatch.setattr(manifest, "write", slow)
+    monkeypatch.setattr(layout, "write", slow)
     monkeypatch.setattr(checkpointer, "_PATIENCE_S", 0.1)
     with Checkpoints(run, CheckpointConfig(keep=3), note=notes.append) as checkpoints:
         checkpoints.save(6, state_at(6), FACTS)

@@ -18,9 +18,10 @@ import tensorstore
 from mupax import paths
 from mupax.__main__ import main
 from mupax.paths import plainly_named, storage_url
-from mupax.train.checkpoints import failures, lock, manifest
+from mupax.train.checkpoints import folder as checkpoints_folder
+from mupax.train.checkpoints import layout, lock
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
 from mupax.train.run.report import metrics
 from tests.fixtures.programs import shared_programs
@@ -78,7 +79,7 @@ def save(workdir: Path) -> Path:
 
 def loaded(checkpoint: Path) -> list[float]:
     """Return the numbers of a checkpoint."""
-    return failures.loaded(checkpoint, {"a": jnp.zeros(3)})["a"].tolist()
+    return checkpoints_folder.loaded(checkpoint, {"a": jnp.zeros(3)})["a"].tolist()
 
 
 @pytest.mark.core
@@ -92,8 +93,8 @@ def test_a_checkpoint_is_saved_under_any_name_and_moves_to_any_other(name: str, 
     assert loaded(moved) == [0.0, 1.0, 2.0]
     (tmp_path / "]moved[").rename(tmp_path / name)
     assert loaded(checkpoint) == [0.0, 1.0, 2.0]
-    assert failures.metadata(checkpoint)["a"].shape == (3,)
-    assert failures.damaged_arrays(checkpoint, manifest.read(checkpoint).arrays) == []
+    assert checkpoints_folder.metadata(checkpoint)["a"].shape == (3,)
+    assert checkpoints_folder.damaged_arrays(checkpoint, layout.read(checkpoint).arrays) == []
     plain = save(tmp_path / "plainly")
     assert names == sorted(str(path.relative_to(plain)) for path in plain.rglob("*") if path.parent.name != "d")
 
@@ -161,7 +162,7 @@ def train(*words: str) -> tuple[int, str]:
 def left(workdir: Path) -> Any:
     """Return the training losses and the digests of all arrays of a run of four steps."""
     losses = [row["loss"] for row in metrics.read(workdir / metrics.FILE_NAME) if "loss" in row]
-    return losses, manifest.read(workdir / "checkpoints" / "4").arrays
+    return losses, layout.read(workdir / "checkpoints" / "4").arrays
 
 
 def test_a_run_in_an_odd_folder_resumes_bitwise(folder: Path) -> None:
@@ -186,7 +187,7 @@ def test_a_folder_where_nothing_can_be_saved_is_refused_before_work(
         raise ValueError("PERMISSION_DENIED: no locks here")
 
     if fault == "elsewhere":
-        monkeypatch.setattr(failures, "plainly_named", elsewhere)
+        monkeypatch.setattr(checkpoints_folder, "plainly_named", elsewhere)
     elif fault == "other bytes":
         monkeypatch.setattr(np, "array_equal", lambda a, b: False)
     else:

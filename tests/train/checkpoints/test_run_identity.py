@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.checkpoints import manifest
+from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.folder import steps
 from mupax.train.run.report import metrics
 from tests.fixtures.programs import shared_programs
@@ -23,11 +23,11 @@ __all__ = ["folder", "shared_programs", "untrained", "whole"]  # fixtures
 
 def edit_manifest(workdir: Path, step: int, **changes: Any) -> None:
     """A manifest as another would have written it, with the digest that it names."""
-    path = workdir / "checkpoints" / str(step) / manifest.NAME
+    path = workdir / "checkpoints" / str(step) / layout.MANIFEST
     content = json.loads(path.read_text())
     content["manifest"]["record"] |= changes.pop("record", {})
     content |= changes
-    content["digest"] = manifest._digest_of(content["manifest"])
+    content["digest"] = layout._digest_of(content["manifest"])
     path.write_text(json.dumps(content))
 
 
@@ -37,7 +37,7 @@ def test_a_run_has_a_name_which_its_checkpoints_bear(whole: Done, untrained: lis
     record = json.loads((copy / "config.json").read_text())
     assert len(record["run"]) == 16
     for step in steps(copy / "checkpoints"):
-        checkpoint_record = manifest.read(copy / "checkpoints" / str(step)).record
+        checkpoint_record = layout.read(copy / "checkpoints" / str(step)).record
         assert (checkpoint_record["run"], checkpoint_record["config"]["model"]) == (
             record["run"],
             record["config"]["model"],

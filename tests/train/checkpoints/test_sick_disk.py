@@ -15,7 +15,7 @@ from mupax import disk
 from mupax.train.checkpoints import checkpointer
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import WorkdirError, steps
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 from scripts.campaigns.injection import shim
 from tests.fixtures.xla import QUICKLY
 from tests.train.checkpoints.test_manifest import FACTS, abstract, data_file, flip, restored, same, state_at

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mupax.train.parallel.signals import StopRequest
-from mupax.train.run.restart.child import Listener
+from mupax.train.parallel.processes import StopRequest
+from mupax.train.run.restart.supervisor import Listener
 from tests.train.checkpoints.test_checkpointer import ROOT, TINY, checkpoints, folder, rows, train
 
 __all__ = ["folder"]  # fixtures
@@ -64,7 +64,7 @@ def test_a_signal_saves_and_the_run_goes_on(number: signal.Signals, code: int, f
 # What is no exception: one raised inside XLA ends the process with a segmentation fault, and orbax makes an error of it.
 LISTENING = """
 import os, signal, sys, time
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import StopRequest
 if "notebook" in sys.argv:
     sys.ps1 = "In : "
 with StopRequest() as stop:
@@ -113,7 +113,7 @@ def test_a_first_signal_is_noted_and_a_second_one_ends_at_once(words: str, code:
 def test_a_signal_while_xla_compiles_ends_the_process_at_once() -> None:
     program = """
 import jax, jax.numpy as jnp
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import StopRequest
 def deep(x):
     for i in range(300):
         x = jnp.tanh(x @ x.T) + jnp.sin(x * i)

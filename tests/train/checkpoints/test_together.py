@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mupax.train.checkpoints import together
+from mupax.train.checkpoints import checkpointer
 from mupax.train.parallel.processes import Processes
 from tests.train.parallel.test_distributed import on_two_processes
 
@@ -34,9 +34,9 @@ def test_a_process_that_cannot_save_is_not_waited_for_and_its_reason_is_what_all
 
     def save(processes: Processes) -> Any:
         try:
-            together.wait(Response(processes.index == 1, released), processes, "7")
+            checkpointer.wait(Response(processes.index == 1, released), processes, "7")
         except Exception as error:
-            return together.tell(error, Path(), processes, "7")
+            return checkpointer.tell(error, Path(), processes, "7")
         return None
 
     reason = f"process 1 ({socket.gethostname()}): No space left on device"
@@ -48,5 +48,8 @@ def test_a_process_that_cannot_save_is_not_waited_for_and_its_reason_is_what_all
 def test_control_a_save_that_only_takes_long_is_waited_for() -> None:
     released = threading.Event()
     threading.Timer(1.2, released.set).start()
-    assert on_two_processes(lambda processes: together.wait(Response(False, released), processes, "8")) == [None, None]
+    assert on_two_processes(lambda processes: checkpointer.wait(Response(False, released), processes, "8")) == [
+        None,
+        None,
+    ]
     assert released.is_set()

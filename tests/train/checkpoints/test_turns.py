@@ -11,7 +11,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.config.retention import CheckpointConfig
+from mupax.train.config.sections import CheckpointConfig
 from tests.train.checkpoints.test_manifest import FACTS, abstract, same, state_at
 
 

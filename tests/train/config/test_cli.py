@@ -13,7 +13,7 @@ import pytest
 from mupax import command_line
 from mupax.__main__ import main
 from mupax.presets import PRESETS
-from mupax.train.config import short_help
+from mupax.train.config import cli
 from mupax.train.config.cli import Command
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes import RECIPES
@@ -223,14 +223,14 @@ def test_help_of_a_recipe_has_the_flags_in_use(
     monkeypatch.setenv("COLUMNS", columns)
     flags = listed(capsys, name, "--help")
     assert {"--steps", "--optimizer.peak-lr", "--model.width", "--data.name", "--workdir"} <= flags
-    assert flags <= short_help.COMMON
+    assert flags <= cli.COMMON
     assert 40 <= len(flags) <= 60
     assert os.environ["COLUMNS"] == columns
 
 
 def test_every_flag_in_use_is_one_of_a_recipe() -> None:
     of_recipes = {flag for make in RECIPES.values() for flag in command_line.flags(Command(config=make()))}
-    assert of_recipes >= short_help.COMMON
+    assert of_recipes >= cli.COMMON
 
 
 def test_help_of_a_section_has_all_of_its_flags_and_no_other(capsys: Capture) -> None:
@@ -239,7 +239,7 @@ def test_help_of_a_section_has_all_of_its_flags_and_no_other(capsys: Capture) ->
     by_section = {section: listed(capsys, "lm-tiny", "--help", section) for section in sections}
     assert "--model.rotary-fraction" in by_section["model"]
     assert by_section == {
-        section: {flag for flag in every_flag if short_help.section_of(flag) == section} for section in sections
+        section: {flag for flag in every_flag if cli.section_of(flag) == section} for section in sections
     }
     assert "write all, or one of run, model" in refused(capsys, "train", "lm-tiny", "--help", "modell")
 
@@ -252,7 +252,7 @@ def test_help_without_boxes_has_the_flags_in_use_too(capsys: Capture, monkeypatc
 
 
 def test_a_flag_that_help_leaves_out_still_works(capsys: Capture, started: list[Config]) -> None:
-    assert "--model.rotary-fraction" not in short_help.COMMON
+    assert "--model.rotary-fraction" not in cli.COMMON
     assert main(["train", "lm-tiny", "--model.rotary-fraction", "0.5", "--faults.spike-deviations", "9"]) == 0
     (config,) = started
     assert isinstance(config.model, DecoderConfig)

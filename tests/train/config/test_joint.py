@@ -11,8 +11,7 @@ from mupax.train.config import sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, to_json, words
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
-from mupax.train.studies.sweep.keys import key_of
-from mupax.train.studies.sweep.sweep import shape_of
+from mupax.train.studies.sweep.sweep import key_of, shape_of
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from tests.fixtures.command_line import printed, refused
 

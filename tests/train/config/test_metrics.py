@@ -20,11 +20,11 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.train.checkpoints import saved_run
-from mupax.train.config import plugins
+from mupax.train.config import record as config_record
 from mupax.train.config.metrics import METRICS, Metric, MetricError, check_table, metric_values
 from mupax.train.config.sections import cost, metrics_of
 from mupax.train.run.report import metrics
-from mupax.train.run.report.early_stop import Evaluations
+from mupax.train.run.report.metrics import Evaluations
 
 PAGE = (Path(__file__).parents[3] / "docs" / "add_a_metric.md").read_text()
 EXAMPLES = ("top5", "per_byte")
@@ -40,7 +40,7 @@ def forget() -> None:
     METRICS.update(BEFORE)
     for name in EXAMPLES:
         sys.modules.pop(name, None)
-    plugins._registered_by.clear()
+    config_record._registered_by.clear()
 
 
 def command(*words: str) -> tuple[int, str]:
@@ -133,7 +133,7 @@ def test_the_best_checkpoint_is_of_the_highest(page: Page) -> None:
 
 def test_early_stopping_goes_by_it(page: Page) -> None:
     forget()
-    plugins.load(["top5"])
+    config_record.load(["top5"])
     config = saved_run.find(Path("runs/top5")).config
     stop = dataclasses.replace(config.stop, patience=1, metric="eval_top5_accuracy")
     evaluations = Evaluations(dataclasses.replace(config, stop=stop))
@@ -168,7 +168,7 @@ def test_without_the_plugin_nobody_knows_the_name(page: Page) -> None:
 
 def test_a_metric_of_the_mean_loss_needs_no_device(page: Page) -> None:
     forget()
-    plugins.load(["per_byte"])
+    config_record.load(["per_byte"])
     values = metric_values(2.0, {"accuracy": 0.5}, 4.0)
     assert values["perplexity_per_byte"] == pytest.approx(math.exp(0.5))
     assert "perplexity_per_byte" not in metric_values(2.0, {"accuracy": 0.5}, None)

@@ -15,7 +15,7 @@ from mupax import plugins as modules
 from mupax.__main__ import main
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
-from mupax.train.config import plugins
+from mupax.train.config import record as config_record
 from mupax.train.config.data import SOURCES
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import model_from_json
@@ -38,7 +38,7 @@ OPTIMIZERS["own-sign"] = Optimizer(
 """
 PRESET = """
 from mupax.presets import PRESETS, Preset, Rule
-from mupax.presets.power import ONE, axis, product
+from mupax.presets.rule import ONE, axis, product
 
 def own_preset():
     "A preset of one's own."
@@ -145,7 +145,7 @@ def forget(path: list[str]) -> None:
         table.update(lines)
     for name in SOURCE_OF:
         sys.modules.pop(name, None)
-    plugins._registered_by.clear()
+    config_record._registered_by.clear()
     sys.path[:] = path
 
 
@@ -295,7 +295,7 @@ def test_a_record_cannot_choose_what_is_imported(fresh: None):
     modules.remember("abc123", {"own_sign": str(Path.cwd())})
     trap = {"run": "abc123", "plugins": {"trap": {"digest": None, "provides": ["optimizer trap"]}}}
     with pytest.raises(modules.PluginError, match="--plugin trap"):
-        plugins.restore(trap)
+        config_record.restore(trap)
     with pytest.raises(ConfigError, match="--plugin trap"):
         model_from_json({"family": "trap:Model"})
     assert "trap" not in sys.modules
@@ -303,5 +303,5 @@ def test_a_record_cannot_choose_what_is_imported(fresh: None):
 
 def test_an_entry_point_is_imported(fresh: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     written("own_sign")
-    monkeypatch.setattr(plugins, "_entry_points", lambda: ("own_sign",))
+    monkeypatch.setattr(config_record, "_entry_points", lambda: ("own_sign",))
     assert command("train", RUNS["own_sign"], "--print-config") == 0

@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from mupax.train.config import retention
+from mupax.train.config import sections
 from mupax.train.config.recipes import RECIPES
-from mupax.train.config.retention import Best, EveryN, Newest, RunPart, SaveNeed, staying
 from mupax.train.config.run import CheckpointConfig, Config
+from mupax.train.config.sections import Best, EveryN, Newest, RunPart, SaveNeed, staying
 
 pytestmark = pytest.mark.core
 
@@ -19,7 +19,7 @@ LOSSES = {2: 3.0, 3: math.nan, 4: 2.0, 6: 2.0, 8: 5.0, 10: 4.0}
 MEASURED = {step: {"eval_loss": loss, "eval_accuracy": loss / 10} for step, loss in LOSSES.items()}
 
 
-def only(*policies: retention.Policy) -> list[RunPart]:
+def only(*policies: sections.Policy) -> list[RunPart]:
     return [RunPart(0, policies)]
 
 
@@ -86,15 +86,15 @@ def test_the_parts_of_a_run_are_read_from_its_record() -> None:
     ]
     content = {**record(keep=2, keep_best=1, best_metric="eval_accuracy"), "segments": earlier}
     parts = [RunPart(0, (Newest(1), EveryN(2))), RunPart(4, (Newest(3),))]
-    assert retention.run_parts(content) == [*parts, RunPart(8, (Newest(2), Best(1, "eval_accuracy")))]
-    assert retention.run_parts(content, CheckpointConfig(keep=7)) == [*parts, RunPart(8, (Newest(7),))]
+    assert sections.run_parts(content) == [*parts, RunPart(8, (Newest(2), Best(1, "eval_accuracy")))]
+    assert sections.run_parts(content, CheckpointConfig(keep=7)) == [*parts, RunPart(8, (Newest(7),))]
 
 
 @pytest.mark.parametrize(
     "content", [{}, {"config": None}, record(keep="many"), record(keep=0), {**record(), "segments": [None, {}]}]
 )
 def test_a_record_that_says_nothing_means_the_defaults(content: dict) -> None:
-    assert retention.run_parts(content) == [RunPart(0, CheckpointConfig().policies)]
+    assert sections.run_parts(content) == [RunPart(0, CheckpointConfig().policies)]
 
 
 def config(steps: int, rollback: bool = False, eval_every_steps: int | None = None, **checkpoint: int) -> Config:

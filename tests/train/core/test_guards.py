@@ -20,7 +20,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import resolve
 from mupax.train.core.guards import check_chain
-from mupax.train.core.transforms import dimension_numbers
+from mupax.train.core.optimizer import dimension_numbers
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import define, definition
 

@@ -14,7 +14,7 @@ from flax import nnx
 from mupax import presets
 from mupax.__main__ import main
 from mupax.presets import Preset, PresetError, Role
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 from mupax.train.config.cli import parse
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import OptimizerConfig

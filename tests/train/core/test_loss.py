@@ -20,12 +20,10 @@ from mupax import presets
 from mupax.train.config.metrics import METRICS, Metric, MetricError, on_devices
 from mupax.train.config.run import MeshConfig
 from mupax.train.core import loss
-from mupax.train.core.costs import losses
 from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs, gradients
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.layers.linear import Reading
@@ -44,10 +42,10 @@ MESHES: dict[str, dict[str, int]] = {
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of at most five tokens, or five columns: several on every device, the last one filled up or shorter."""
-    monkeypatch.setitem(losses.CHUNK_LOGITS, "cpu", 1)
-    monkeypatch.setattr(losses, "LEAST_ROWS", 5)
-    monkeypatch.setattr(losses, "PART_LOGITS", 100)
-    monkeypatch.setattr(losses, "LANES", 5)
+    monkeypatch.setitem(loss.CHUNK_LOGITS, "cpu", 1)
+    monkeypatch.setattr(loss, "LEAST_ROWS", 5)
+    monkeypatch.setattr(loss, "PART_LOGITS", 100)
+    monkeypatch.setattr(loss, "LANES", 5)
 
 
 def draw(*shape: int, mean: float = 0.0) -> jax.Array:
@@ -199,13 +197,13 @@ def test_every_mesh_gives_the_same(sizes: dict[str, Any]) -> None:
 def test_logits_whose_exponentials_have_no_room_are_computed_again(sizes: dict[str, Any]) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
     expected, computed = at_once(), {}
-    work = losses.Work(B * T // 8, V, D, 4, "cpu", layout.kind)
-    least = losses.way(work, "vocab", exp_parts=0).bytes
-    each = losses.way(work, "vocab", exp_parts=1).bytes - least
-    assert losses.way(work, "vocab").exp_parts == len(work.parts)  # where nothing is known of room
+    work = loss.Work(B * T // 8, V, D, 4, "cpu", layout.kind)
+    least = loss.way(work, "vocab", exp_parts=0).bytes
+    each = loss.way(work, "vocab", exp_parts=1).bytes - least
+    assert loss.way(work, "vocab").exp_parts == len(work.parts)  # where nothing is known of room
     for num_parts in (0, 2, len(work.parts)):
         layout.room = least + num_parts * each
-        assert losses.way(work._replace(room=layout.room), "vocab").exp_parts == num_parts
+        assert loss.way(work._replace(room=layout.room), "vocab").exp_parts == num_parts
         assert_close(sums_and_gradients(FULL, "vocab", START, layout), expected)
         computed[num_parts] = products("vocab", layout)
     # Two products of a part with its readout, and of the reference's, less for each that is kept; three where all are.
@@ -358,7 +356,7 @@ def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
 
 def test_auto_is_chunked_where_there_are_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (B, T, V) not in shapes("auto")
-    monkeypatch.setattr(losses, "LEAST_ROWS", B * T)
+    monkeypatch.setattr(loss, "LEAST_ROWS", B * T)
     assert (B, T, V) in shapes("auto")
 
 

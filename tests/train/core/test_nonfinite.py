@@ -17,7 +17,7 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.train.data.text.batches import TokenData
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import StopRequest
 from mupax.train.run import loop
 from mupax.train.run.report import metrics
 from mupax.train.run.runtime import Watchdog
@@ -204,7 +204,7 @@ def test_a_signal_ends_a_wait_for_data(whole: list[dict[str, Any]], monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(TokenData, "train_batch", train_batch)
-        patch.setattr("mupax.train.run.prefetch._PATIENCE_S", 0.2)
+        patch.setattr("mupax.train.run.results._PATIENCE_S", 0.2)
         done = train("--workdir", "waiting")
     hang.set()
     assert done.code == 130, done.err
@@ -261,7 +261,7 @@ def test_a_signal_while_the_main_thread_is_deaf_ends_the_process(tmp_path: Path)
     # Native code that no signal interrupts, as the compiler is.
     program = """
 import hashlib, sys
-from mupax.train.parallel.signals import StopRequest
+from mupax.train.parallel.processes import StopRequest
 with StopRequest() as stop:
     if sys.argv[1] == "training":
         stop.defer()

@@ -15,7 +15,8 @@ import pytest
 
 from mupax import presets
 from mupax.train.config.run import Config, DataConfig, EmaConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core import nonfinite, optimizer, rounding
+from mupax.train.core import optimizer
+from mupax.train.core import state as core_state
 from mupax.train.core import step as steps
 from mupax.train.core.factors import resolve
 from mupax.train.core.program import Program, assemble
@@ -262,7 +263,7 @@ def test_the_state_is_given_away() -> None:
 
 
 def chosen(keep: jax.Array, update: Any, before: tuple, **_: Any) -> tuple:
-    """Choose every number of the state by itself, as `nonfinite.applied` does on accelerators."""
+    """Choose every number of the state by itself, as `applied` does on accelerators."""
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), update(*before), before)
 
 
@@ -272,8 +273,8 @@ def test_a_step_moves_the_state_where_it_lies_and_to_the_same_bits(monkeypatch: 
     program, good = program_of(config), batch_of()
     batches, runs = [good, {**good, "weights": 0 * good["weights"]}, batch_of(seed=1)], []
     shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in program.abstract.params.values() if leaf.ndim > 1}
-    for way in (nonfinite.applied, chosen):
-        monkeypatch.setattr(nonfinite, "applied", way)
+    for way in (core_state.applied, chosen):
+        monkeypatch.setattr(core_state, "applied", way)
         train = program.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
         copies = sum(shape in shapes for shape in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", str(train.as_text())))
         states, told = [program.initial_state()], []
@@ -362,7 +363,7 @@ def test_bfloat16_storage_and_products_train() -> None:
 def test_a_rounded_number_is_right_on_average_and_stays_where_it_can_be_stored() -> None:
     numbers = np.array([1.0, 1.0005, -0.3001, 3e-5, 0.0, 65504.0, np.inf, np.nan], np.float32)
     x = jnp.asarray(np.repeat(numbers[:, None], 40_000, axis=1))
-    rounded = np.asarray(rounding.stochastically_rounded(x, jnp.uint32(7)), np.float32)
+    rounded = np.asarray(optimizer.stochastically_rounded(x, jnp.uint32(7)), np.float32)
     np.testing.assert_allclose(rounded.mean(axis=1), numbers, rtol=5e-5)
     stored = np.asarray(jnp.asarray(numbers, jnp.bfloat16), np.float32) == numbers
     assert all(len(np.unique(rounded[i])) == (1 if stored[i] or np.isnan(numbers[i]) else 2) for i in range(8))

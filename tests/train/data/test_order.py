@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mupax.train.config.run import DataConfig
-from mupax.train.data import order
+from mupax.train.data import interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
 
 pytestmark = pytest.mark.core
@@ -29,20 +29,20 @@ class Numbers(Data):
             train_size=size,
             eval_size=size,
         )
-        self._shuffle = order.Shuffle(size, seed)
+        self._shuffle = interface.Shuffle(size, seed)
         self.made_by: set[str] = set()
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
         self.made_by.add(threading.current_thread().name)
-        return {"inputs": self._shuffle(order.batch_indices(k, self.batch_size, rows))[1]}
+        return {"inputs": self._shuffle(interface.batch_indices(k, self.batch_size, rows))[1]}
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        return {"inputs": np.array(order.batch_indices(j, self.eval_batch_size, rows))}
+        return {"inputs": np.array(interface.batch_indices(j, self.eval_batch_size, rows))}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 101])
 def test_an_epoch_is_a_permutation(size: int) -> None:
-    shuffle = order.Shuffle(size, seed=5)
+    shuffle = interface.Shuffle(size, seed=5)
     for epoch in range(3):
         epochs, positions = shuffle(range(epoch * size, (epoch + 1) * size))
         assert set(epochs) == {epoch}
@@ -51,7 +51,7 @@ def test_an_epoch_is_a_permutation(size: int) -> None:
 
 def test_epochs_and_seeds_differ() -> None:
     orders = {
-        tuple(order.Shuffle(101, seed)(range(epoch * 101, (epoch + 1) * 101))[1])
+        tuple(interface.Shuffle(101, seed)(range(epoch * 101, (epoch + 1) * 101))[1])
         for seed in range(4)
         for epoch in range(4)
     }
@@ -61,8 +61,8 @@ def test_epochs_and_seeds_differ() -> None:
 
 def test_order_is_the_recorded_one() -> None:
     """A library that changes its shuffle would silently change every resumed run."""
-    assert order.Shuffle(101, seed=0)(range(8))[1].tolist() == RECORDED
-    assert order.rng(0, order.AUGMENTATION, 3).random() == pytest.approx(RECORDED_NUMBER, abs=1e-15)
+    assert interface.Shuffle(101, seed=0)(range(8))[1].tolist() == RECORDED
+    assert interface.rng(0, interface.AUGMENTATION, 3).random() == pytest.approx(RECORDED_NUMBER, abs=1e-15)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])

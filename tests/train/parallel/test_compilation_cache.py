@@ -15,7 +15,7 @@ import jax
 import pytest
 from jax._src import compilation_cache as jax_cache
 
-from mupax.train.parallel import compilation_cache
+from mupax.train.core import program
 from mupax.train.parallel.processes import Processes
 
 pytestmark = pytest.mark.core
@@ -35,7 +35,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     before = {name: getattr(jax.config, name) for name in OPTIONS}
     monkeypatch.setattr(jax_cache, "get_file_cache", jax_cache.get_file_cache)
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-    monkeypatch.delenv(compilation_cache.VARIABLE, raising=False)
+    monkeypatch.delenv(program.VARIABLE, raising=False)
     jax.config.update("jax_compilation_cache_dir", None)
     yield tmp_path / "cache"
     for name, value in before.items():
@@ -44,12 +44,12 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def folder(root: Path) -> Path:
-    return root / f"programs-{compilation_cache.key()}"
+    return root / f"programs-{program.key()}"
 
 
 def use(root: Path, **options: Any) -> str | None:
     """The folder that JAX then keeps programs in."""
-    compilation_cache.use(lambda: root, **options)
+    program.use(lambda: root, **options)
     return jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
 
 
@@ -67,10 +67,10 @@ def test_what_the_user_has_set_holds(plain: Path, monkeypatch: pytest.MonkeyPatc
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))  # as JAX_COMPILATION_CACHE_DIR does
     assert use(plain) == str(tmp_path / "own")
     assert not plain.exists()
-    monkeypatch.setenv(compilation_cache.VARIABLE, str(tmp_path / "other"))  # nearer to this command
+    monkeypatch.setenv(program.VARIABLE, str(tmp_path / "other"))  # nearer to this command
     assert use(plain) == str(folder(tmp_path / "other"))
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 5
-    monkeypatch.setenv(compilation_cache.VARIABLE, "none")
+    monkeypatch.setenv(program.VARIABLE, "none")
     assert use(plain) is None
 
 
@@ -95,15 +95,15 @@ def test_a_folder_that_cannot_be_used_is_told_once(
     plain.mkdir()
     if reason == "Not a directory":
         (plain / "file").touch()
-        monkeypatch.setenv(compilation_cache.VARIABLE, str(plain / "file"))
+        monkeypatch.setenv(program.VARIABLE, str(plain / "file"))
     elif reason == "no permission":
         monkeypatch.setattr(os, "access", lambda path, mode: False)  # a superuser may write anywhere
     elif reason == "it belongs to another user":
-        key = compilation_cache.key()
-        monkeypatch.setattr(compilation_cache, "key", lambda: key)
+        key = program.key()
+        monkeypatch.setattr(program, "key", lambda: key)
         monkeypatch.setattr(os, "getuid", lambda: 54321)
     for _ in range(2):
-        compilation_cache.use(homeless if reason == "no home" else lambda: plain)
+        program.use(homeless if reason == "no home" else lambda: plain)
     assert not jax.config.jax_enable_compilation_cache
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1
@@ -136,15 +136,15 @@ X86 = "processor\t: 0\nmodel name\t: A\ncpu MHz\t\t: {mhz}\nflags\t\t: fpu sse4_
 
 def key_of(text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(compilation_cache, "_CPU", tmp_path / "cpuinfo")
-    compilation_cache.key.cache_clear()
-    return compilation_cache.key()
+    monkeypatch.setattr(program, "_CPU", tmp_path / "cpuinfo")
+    program.key.cache_clear()
+    return program.key()
 
 
 @pytest.fixture(autouse=True)
 def fresh_key() -> Iterator[None]:
     yield
-    compilation_cache.key.cache_clear()
+    program.key.cache_clear()
 
 
 def test_the_key_changes_with_what_the_cpu_can_do_and_not_with_its_speed(
@@ -162,25 +162,25 @@ def test_the_key_changes_with_what_the_cpu_can_do_and_not_with_its_speed(
 
 @pytest.mark.parametrize("package", ["jax", "jaxlib"])
 def test_the_key_changes_with_versions(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, version = compilation_cache.key(), compilation_cache.version
-    compilation_cache.key.cache_clear()
-    monkeypatch.setattr(compilation_cache, "version", lambda name: "0.99" if name == package else version(name))
-    assert compilation_cache.key() != before
+    before, version = program.key(), program.version
+    program.key.cache_clear()
+    monkeypatch.setattr(program, "version", lambda name: "0.99" if name == package else version(name))
+    assert program.key() != before
 
 
 def test_the_key_changes_with_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = compilation_cache.key()
-    compilation_cache.key.cache_clear()
+    before = program.key()
+    program.key.cache_clear()
     monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert compilation_cache.key() != before
+    assert program.key() != before
 
 
 # The files
 
 
-def store(root: Path, key: str = "a", limit: int = 1000) -> compilation_cache.Store:
+def store(root: Path, key: str = "a", limit: int = 1000) -> program.Store:
     (root / f"programs-{key}").mkdir(parents=True, exist_ok=True)
-    return compilation_cache.Store(root / f"programs-{key}", limit)
+    return program.Store(root / f"programs-{key}", limit)
 
 
 def names(root: Path) -> list[str]:
@@ -237,7 +237,7 @@ WRITER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from mupax.train.parallel.compilation_cache import Store
+from mupax.train.core.program import Store
 kept, mine = Store(Path(sys.argv[2]), 400_000), sys.argv[3].encode()
 for number in range(100):
     kept.put(f"p{number % 7}", mine * (number % 7 + 1) * 10_000)

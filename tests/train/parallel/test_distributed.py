@@ -28,9 +28,8 @@ from mupax.train.data.interface import ALL_ROWS, Batch
 from mupax.train.parallel import distributed
 from mupax.train.parallel.agreement import AgreementError
 from mupax.train.parallel.distributed import Cluster
-from mupax.train.parallel.processes import DistributedError, Processes, place
-from mupax.train.parallel.signals import StopRequest
-from mupax.train.run import copies, runtime, start
+from mupax.train.parallel.processes import DistributedError, Processes, StopRequest, place
+from mupax.train.run import resume, runtime, start
 
 pytestmark = pytest.mark.core
 
@@ -357,16 +356,16 @@ class Fixed:
 
 
 def test_another_first_batch_or_state_is_refused_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies.replicas, "by_name", lambda tree: {})
-    monkeypatch.setattr(copies.replicas, "checksums", lambda arrays: [])
+    monkeypatch.setattr(resume.replicas, "by_name", lambda tree: {})
+    monkeypatch.setattr(resume.replicas, "checksums", lambda arrays: [])
 
     def start_with(values: tuple[int, int], difference: str) -> list[Any]:
-        monkeypatch.setattr(copies.replicas, "difference", lambda arrays, parts: difference)
+        monkeypatch.setattr(resume.replicas, "difference", lambda arrays, parts: difference)
 
         def work(processes: Processes) -> None:
             data: Any = Fixed(values[processes.index])
             state: Any = SimpleNamespace(health=SimpleNamespace(left_out=np.int32(2)))
-            copies.CopyCheck(processes).check_start(state, data, 3)
+            resume.CopyCheck(processes).check_start(state, data, 3)
 
         return on_two_processes(work)
 
@@ -431,8 +430,7 @@ class Table(Data):
 
 def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     from mupax.train.config.run import MeshConfig
-    from mupax.train.parallel.mesh import make_mesh
-    from mupax.train.parallel.sharding import Feed, MeshLayout
+    from mupax.train.parallel.sharding import Feed, MeshLayout, make_mesh
 
     layout = MeshLayout(make_mesh(MeshConfig(data=4, sequence=2)))
     shapes = {"inputs": jax.ShapeDtypeStruct((8, 6), np.int32), "targets": jax.ShapeDtypeStruct((8,), np.int32)}

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import StepInputs
-from mupax.train.parallel.mesh import MeshError, make_mesh
+from mupax.train.parallel.sharding import MeshError, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 
 pytestmark = pytest.mark.core

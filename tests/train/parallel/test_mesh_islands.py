@@ -12,7 +12,7 @@ import pytest
 from mupax.train.config.devices import DEFAULT
 from mupax.train.config.devices import parse_rules as parse
 from mupax.train.config.run import MeshConfig
-from mupax.train.parallel.mesh import MeshError, make_mesh
+from mupax.train.parallel.sharding import MeshError, make_mesh
 from mupax.zoo.configs import ConfigError
 
 pytestmark = pytest.mark.core

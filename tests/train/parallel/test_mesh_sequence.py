@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
-from mupax.train.parallel.mesh import MeshError
+from mupax.train.parallel.sharding import MeshError
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 
 STEPS = 5

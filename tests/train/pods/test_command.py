@@ -17,9 +17,10 @@ from mupax.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import assemble
 from mupax.train.parallel import hardware
-from mupax.train.pods import checks, hlo, topology
-from mupax.train.pods.collectives import collectives
+from mupax.train.pods import compiled as pods_compiled
+from mupax.train.pods import hlo, topology
 from mupax.train.pods.compiled import Compiled, compile_for
+from mupax.train.pods.hlo import collectives
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.experts.config import RoutingConfig
 
@@ -107,7 +108,7 @@ def test_state_is_not_padded_and_parameters_are_gathered_beside_computation() ->
     executable = compile_for(dataclasses.replace(config, model=model), "v5e:4x4")
     report = executable.report()
     assert report["problems"] == []
-    assert report["arguments_over_expected"] < checks.MOST_ARGUMENTS
+    assert report["arguments_over_expected"] < pods_compiled.MOST_ARGUMENTS
     gathers = [row for row in report["collectives"] if row["kind"] == "all-gather" and row["loop_trips"] == [DEPTH]]
     sent, alone = (sum(row[name] for row in gathers) for name in ("wire_bytes", "alone_bytes"))
     assert sent > 0
@@ -242,17 +243,17 @@ def test_a_shape_that_no_host_has_is_told_what_to_write(capsys: pytest.CaptureFi
 def test_control_whole_moments_are_caught() -> None:
     program = assemble(config_of(MeshConfig(data=1, fsdp=8)))
     good = jax.tree.map(lambda leaf: leaf.sharding, program.abstract)
-    assert checks.whole_moments(program, good) == []
+    assert pods_compiled.whole_moments(program, good) == []
     whole = jax.tree.map(lambda _: program.layout.replicated, program.abstract.opt_state)
-    problems = checks.whole_moments(program, good._replace(opt_state=whole))
+    problems = pods_compiled.whole_moments(program, good._replace(opt_state=whole))
     matrices = sum(leaf.sharding != program.layout.replicated for leaf in program.abstract.params.values())
     assert len(problems) == 2 * matrices  # both moments of every parameter that is split
 
 
 @pytest.mark.core
 def test_control_padded_layouts_are_caught() -> None:
-    assert checks.padding(105 * 2**20, 100 * 2**20) == []
-    assert "106 MiB for 100 MiB of state and batch" in checks.padding(106 * 2**20, 100 * 2**20)[0]
+    assert pods_compiled.padding(105 * 2**20, 100 * 2**20) == []
+    assert "106 MiB for 100 MiB of state and batch" in pods_compiled.padding(106 * 2**20, 100 * 2**20)[0]
 
 
 @pytest.mark.core
@@ -270,7 +271,7 @@ def test_control_a_stack_gathered_before_the_loop_is_caught() -> None:
         jitted = jax.jit(run, in_shardings=(place, rows), out_shardings=rows)
         text = jitted.lower(jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32))
         module = hlo.parse(text.compile().as_text() or "")
-        return checks.whole_stacks(collectives(module, {"fsdp": 8}), {"w": shape})
+        return pods_compiled.whole_stacks(collectives(module, {"fsdp": 8}), {"w": shape})
 
     assert problems(gathered=False) == []
     assert len(problems(gathered=True)) == 1

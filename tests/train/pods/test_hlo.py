@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mupax.train.pods import hlo
-from mupax.train.pods.collectives import axes_of, collectives, replica_groups, table
+from mupax.train.pods.hlo import axes_of, collectives, replica_groups, table
 
 pytestmark = pytest.mark.core
 

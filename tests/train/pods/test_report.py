@@ -12,8 +12,8 @@ from mupax import terminal
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
-from mupax.train.pods import checks, command, hlo
-from mupax.train.pods.collectives import Collective, collectives
+from mupax.train.pods import command, compiled, hlo
+from mupax.train.pods.hlo import Collective, collectives
 
 pytestmark = pytest.mark.core
 
@@ -77,7 +77,7 @@ def test_a_gather_as_large_as_a_bias_is_no_problem_and_one_as_large_as_a_matrix_
             results=(shape,), name="all-gather.1", op_name="", source="",
         )  # fmt: skip
         stacks = {"w": (depth, 512, 512), "wide": (depth, 512, 2048)}
-        return [*checks.unrequired(program, [one]), *checks.whole_stacks([one], stacks, 2)]
+        return [*compiled.unrequired(program, [one]), *compiled.whole_stacks([one], stacks, 2)]
 
     rows = 8 // 2  # of a batch, on a device
     assert problems(512) == []

@@ -16,10 +16,9 @@ from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, MeshConfig
 from mupax.train.parallel.chips import CHIPS
-from mupax.train.pods import candidates, command, estimates, search
-from mupax.train.pods.candidates import Candidate
+from mupax.train.pods import command, estimates, search
 from mupax.train.pods.refusals import refused
-from mupax.train.pods.search import different
+from mupax.train.pods.search import Candidate, different
 
 pytestmark = pytest.mark.core
 
@@ -45,7 +44,7 @@ def test_near_copies_of_the_best_are_left_out() -> None:
 def test_candidates_decide_all_that_the_search_says() -> None:
     config = dataclasses.replace(config_of(), mesh=MeshConfig())
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, seq_len=512, num_heads=2))
-    plans = list(candidates.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
+    plans = list(search.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1))
     values = {name: {json.dumps(one.kinds[name]) for one in plans} for name in plans[0].kinds}
     assert all(len(of) > 1 for of in values.values()), values
     # What is printed is what makes it.
@@ -55,12 +54,12 @@ def test_candidates_decide_all_that_the_search_says() -> None:
         assert dataclasses.replace(one, config=parsed).kinds == one.kinds
     batch = config.data.batch_size
     assert values["batch"] == {str(batch // 2), str(batch), str(2 * batch)}
-    same = candidates.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1, (1,))
+    same = search.candidates(config, CHIPS["v5e"], jax.devices()[:2], 1, (1,))
     assert {one.kinds["batch"] for one in same} == {batch}
     # What splits a layer's activations is waited for.
     paces = {one.kinds["axes"]: one.seconds for one in reversed(plans) if one.kinds["batch"] == batch}
     assert paces["tensor",] > paces["fsdp",]
-    own = candidates.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
+    own = search.candidate(config, CHIPS["v5e"], jax.devices()[:2], 1)
     assert (own.config.mesh.data, own.bytes > 0) == (2, True)
     # Larger batches are compared by the example.
     assert min(one.pace for one in plans) == min(one.seconds / one.config.data.batch_size for one in plans)
@@ -71,8 +70,8 @@ def test_estimates_know_the_loss_and_the_blocks() -> None:
 
     def seconds(chip: str, **compute: Any) -> float:
         model = dataclasses.replace(config.model, compute=dataclasses.replace(config.model.compute, **compute))
-        program = candidates.assemble(dataclasses.replace(config, model=model))
-        return candidates.estimate(program, CHIPS[chip], 1)
+        program = search.assemble(dataclasses.replace(config, model=model))
+        return search.estimate(program, CHIPS[chip], 1)
 
     # By parts of the vocabulary between the two: 130 M cycles of 122 and 180 (docs/performance.md).
     large = config
@@ -151,7 +150,7 @@ def test_blocks_of_2048_are_tried_where_a_core_holds_them() -> None:
 
     def blocks(kib: int | None) -> set[int | None]:
         changed = dataclasses.replace(config, vmem_kib=kib)
-        plans = candidates.candidates(changed, CHIPS["v5e"], jax.devices()[:1], 1, (1,))
+        plans = search.candidates(changed, CHIPS["v5e"], jax.devices()[:1], 1, (1,))
         return {one.config.model.compute.attention_block for one in plans}
 
     assert blocks(None) == {None, 1024, 2048}  # 32 MiB; 512 is the chip's own

@@ -15,9 +15,10 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
-from mupax.train.core.costs import losses, memory
-from mupax.train.core.nonfinite import Health
+from mupax.train.core import loss
+from mupax.train.core.costs import memory
 from mupax.train.core.program import assemble
+from mupax.train.core.state import Health
 from mupax.train.parallel.chips import CHIPS
 from mupax.train.parallel.hardware import peak_flops
 from mupax.train.pods import estimates, topology
@@ -305,9 +306,9 @@ def test_the_memory_model_prices_what_attention_keeps(
 def test_the_loss_that_is_estimated_is_the_one_that_is_computed(
     mesh: MeshConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works: list[losses.Work] = []
-    options = losses.options
-    monkeypatch.setattr(losses, "options", lambda work: works.append(work) or options(work))
+    works: list[loss.Work] = []
+    options = loss.options
+    monkeypatch.setattr(loss, "options", lambda work: works.append(work) or options(work))
     config = config_of(layers="scan")
     data = dataclasses.replace(config.data, batch_size=16)
     program = assemble(dataclasses.replace(config, mesh=mesh, data=data, accumulation_steps=2))
@@ -317,16 +318,16 @@ def test_the_loss_that_is_estimated_is_the_one_that_is_computed(
 
 def test_auto_takes_of_the_losses_the_one_that_raises_the_peak_least() -> None:
     # Llama's readout on a chip of v5e:16x16, 4096 tokens. Its layers leave little room, or some, or all.
-    work = losses.Work(4096, 128_256, 4096, 2, "tpu", "TPU v5 lite", room=2**30)
-    assert [one.kind for one in losses.options(work)] == ["vocab", "chunked", "plain"]
-    some, all_ = (losses.options(work._replace(room=room))[0] for room in (2**30, 2 * 2**30))
+    work = loss.Work(4096, 128_256, 4096, 2, "tpu", "TPU v5 lite", room=2**30)
+    assert [one.kind for one in loss.options(work)] == ["vocab", "chunked", "plain"]
+    some, all_ = (loss.options(work._replace(room=room))[0] for room in (2**30, 2 * 2**30))
     assert (0 < some.exp_parts < some.parts, all_.exp_parts) == (True, all_.parts)
     assert (some.again > 0, all_.again) == (True, 0)
     # Where it is free all logits at once are fastest, but their gradient stays while the layers' is taken.
-    assert losses.above(work._replace(room=2**40), losses.way(work, "plain")) == 4 * 4096 * 128_256
+    assert loss.above(work._replace(room=2**40), loss.way(work, "plain")) == 4 * 4096 * 128_256
     # Elsewhere as it was: chunks where there are several.
-    assert [one.kind for one in losses.options(work._replace(platform="cpu"))] == ["chunked"]
-    assert [one.kind for one in losses.options(work._replace(platform="cpu", columns=256))] == ["plain"]
+    assert [one.kind for one in loss.options(work._replace(platform="cpu"))] == ["chunked"]
+    assert [one.kind for one in loss.options(work._replace(platform="cpu", columns=256))] == ["plain"]
 
 
 # Of an encoder-decoder: five blocks that read 14 positions, three that write 6 and attend to the 14

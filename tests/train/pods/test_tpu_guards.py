@@ -15,9 +15,9 @@ import pytest
 
 from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import Program
-from mupax.train.pods import checks
-from mupax.train.pods.collectives import Collective
+from mupax.train.pods import compiled as pods_compiled
 from mupax.train.pods.compiled import Compiled, compile_for
+from mupax.train.pods.hlo import Collective
 from mupax.zoo.manual import Manual
 from tests.train.pods.test_command import DEPTH, config_of
 
@@ -72,16 +72,16 @@ def waiting(executable: Compiled) -> float:
 def test_state_is_not_padded_and_nothing_is_sent_that_needs_not_be(pod: str) -> None:
     executable = compiled(pod)
     assert executable.report()["problems"] == []
-    assert executable.report()["arguments_over_expected"] < checks.MOST_ARGUMENTS
+    assert executable.report()["arguments_over_expected"] < pods_compiled.MOST_ARGUMENTS
     # Of a layer's matrices forward and again, in bfloat16; outside the readout once, and tokens, whose rows of the embedding are sent.
     tokens = 4 * executable.program.config.data.batch_size * LENGTH
-    assert sent(of(executable, "all-gather", inside=True)) <= checks.SLACK * 2 * 2 * MATRICES
-    assert sent(of(executable, "all-gather", inside=False)) <= checks.SLACK * 2 * WIDTH * VOCAB + tokens
+    assert sent(of(executable, "all-gather", inside=True)) <= pods_compiled.SLACK * 2 * 2 * MATRICES
+    assert sent(of(executable, "all-gather", inside=False)) <= pods_compiled.SLACK * 2 * WIDTH * VOCAB + tokens
     # Each gradient once: of layers in bfloat16, of the readout in float32, and of vectors and the loss.
     for inside, most in ((True, 2 * MATRICES), (False, 4 * WIDTH * VOCAB + 2**15)):
         assert (
             sum(sent(of(executable, kind, inside=inside)) for kind in ("all-reduce", "reduce-scatter"))
-            <= checks.SLACK * most
+            <= pods_compiled.SLACK * most
         )
 
 
@@ -101,14 +101,14 @@ def test_v7x_scatters_gradients_where_control_v5e_sums_them_whole() -> None:
         [sent(of(compiled(pod), kind, inside=True)) for kind in ("reduce-scatter", "all-reduce")]
         for pod in ("v7x:2x2x1", "v5e:4x4")
     )
-    assert 2 * MATRICES <= scattered[0] <= checks.SLACK * 2 * MATRICES
+    assert 2 * MATRICES <= scattered[0] <= pods_compiled.SLACK * 2 * MATRICES
     assert whole[1] >= 2 * MATRICES
     assert scattered[1] == whole[0] == 0
 
 
 def test_control_free_layouts_pad_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Program, "free", True)
-    assert step("v5e:4x4").report()["arguments_over_expected"] > checks.MOST_ARGUMENTS
+    assert step("v5e:4x4").report()["arguments_over_expected"] > pods_compiled.MOST_ARGUMENTS
 
 
 def test_control_an_embedding_that_is_gathered_whole_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_between_slices_each_device_sends_its_part_of_the_gradients() -> None:
     assert executable.report()["problems"] == []
     between = [one for one in executable.collectives if one.between_slices]
     parts = (MATRICES * 2 + 2 * WIDTH * VOCAB * 4) / 4
-    assert 0 < sent(between) <= checks.SLACK * parts + 2**16
+    assert 0 < sent(between) <= pods_compiled.SLACK * parts + 2**16
     assert {one.axes for one in between} == {("data",)}
 
 

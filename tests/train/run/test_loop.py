@@ -26,7 +26,7 @@ from jax.experimental.layout import Format, Layout
 
 from mupax.__main__ import main
 from mupax.train.config.record import from_json
-from mupax.train.core import compile
+from mupax.train.core import step as core_step
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.run.report import metrics
@@ -277,7 +277,7 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
     unpatched = Program.placed
     monkeypatch.setattr(Program, "placed", placed)
     monkeypatch.setattr(Program, "free", True)
-    monkeypatch.setattr(compile, "free_format", reversed_)
+    monkeypatch.setattr(core_step, "free_format", reversed_)
     assert train("--workdir", "free").code == 0
     assert orders
     assert all(order == tuple(range(len(order)))[::-1] for order in orders)
@@ -294,14 +294,14 @@ def test_a_state_that_lies_as_the_compiler_likes_trains_alike(plain: Done, monke
 @pytest.mark.usefixtures("own_programs")
 def test_a_run_traces_its_step_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, evaluations, checkpoints and a learning rate that changes with every step: one trace, one program."""
-    make, traced = compile.make_train_step, []
+    make, traced = core_step.make_train_step, []
 
     def counted(*arguments: Any) -> Any:
         step = chex.assert_max_traces(make(*arguments), n=1)
         traced.append(step)
         return step
 
-    monkeypatch.setattr(compile, "make_train_step", counted)
+    monkeypatch.setattr(core_step, "make_train_step", counted)
     assert train("--workdir", "traced").code == 0
     assert len(traced) == 1
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from mupax.train.config.run import Config, DataConfig, FaultsConfig, MeshConfig, PresetConfig
-from mupax.train.core import nonfinite as bad_numbers
-from mupax.train.core.nonfinite import SPIKE_WARM_UP, Health, Limits
+from mupax.train.core import state as bad_numbers
 from mupax.train.core.program import Program, assemble
+from mupax.train.core.state import SPIKE_WARM_UP, Health, Limits
 from mupax.zoo.configs import ConfigError, DecoderConfig
 
 # One step

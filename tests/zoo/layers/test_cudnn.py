@@ -23,8 +23,7 @@ import numpy as np
 import pytest
 
 from mupax.train.config.run import MeshConfig
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.layers.kernels import attend, why_not
 from mupax.zoo.partition import ONE_DEVICE, Layout
 

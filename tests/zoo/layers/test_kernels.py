@@ -19,8 +19,7 @@ import pytest
 
 from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.chips import CHIPS
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, ConfigError
 from mupax.zoo.layers.flash import BLOCK, BLOCKS, block_of, cudnn_attention, ring_attention, splash_attention
 from mupax.zoo.layers.kernels import attend, merged_attention, tiled_attention, why_not

@@ -19,8 +19,7 @@ import pytest
 from flax import nnx
 
 from mupax.train.config.run import MeshConfig
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
 from mupax.zoo.definition import Init, definition
 from mupax.zoo.layers.kernels import attend, merged_attention

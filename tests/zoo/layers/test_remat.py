@@ -18,8 +18,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from mupax.train.config.run import MeshConfig
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.layers import flash, kernels

@@ -39,9 +39,9 @@ def recipe(path: str) -> Callable[[], Config]:
     """
     content = _read(path)
     if "plugins" in content:  # the record of a run with extensions
-        from mupax.train.config import plugins
+        from mupax.train.config import record
 
-        plugins.restore(content)
+        record.restore(content)
     fields = {name: value for name, value in content.get("config", content).items() if name not in _OF_ONE_RUN}
 
     def load() -> Config:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mupax.presets import Role
 from mupax.presets.roles import OWN
 from mupax.train.config.run import Config
-from mupax.train.core.costs import losses
+from mupax.train.core import loss as core_loss
 from mupax.zoo import flops
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import AttentionName, Remat
@@ -35,7 +35,7 @@ ONCE = ("splash", "ring", "cudnn")
 """Attention by a kernel whose outputs and softmax's norm a remat policy can keep (`zoo.layers.stack.REMAT`)."""
 
 
-def loss(config: Config, definition: Definition, layout: Layout) -> losses.Way:
+def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.Way:
     """How a run computes its loss, and what that takes.
 
     Args:
@@ -44,17 +44,17 @@ def loss(config: Config, definition: Definition, layout: Layout) -> losses.Way:
         layout: how arrays lie on the mesh.
     """
     how, readout = config.model.compute.cross_entropy, work(config, definition, layout)
-    return losses.options(readout)[0] if how == "auto" else losses.way(readout, how)
+    return core_loss.options(readout)[0] if how == "auto" else core_loss.way(readout, how)
 
 
-def work(config: Config, definition: Definition, layout: Layout) -> losses.Work:
+def work(config: Config, definition: Definition, layout: Layout) -> core_loss.Work:
     """The readout of one microbatch on one device.
 
     Args:
         config, definition, layout: as `loss`.
     """
     outputs, ways = definition.sizes[config.model.output_axis], layout.ways(config.model.output_axis)
-    return losses.Work(
+    return core_loss.Work(
         rows=_rows(config, layout) * config.model.units // layout.ways("sequence"),
         columns=outputs // ways if outputs % ways == 0 else outputs,
         width=definition.sizes["embed"],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mupax.train.data import order
+from mupax.train.data import interface
 from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
 from mupax.train.data.text.batches import Counted
@@ -132,8 +132,8 @@ class Conversations(Data):
             tokenizer=encoder,
             bytes_per_token=None,
         )
-        self._shuffle = order.Shuffle(sides[0].count, seed)
-        self._eval_shuffle = order.Shuffle(sides[1].count, 0, order.EVALUATION)
+        self._shuffle = interface.Shuffle(sides[0].count, seed)
+        self._eval_shuffle = interface.Shuffle(sides[1].count, 0, interface.EVALUATION)
         if spells_text(encoder):
             counted = self.counted(self.eval_size)
             self.bytes_per_token = counted.text_bytes / max(counted.targets, 1)
@@ -160,10 +160,10 @@ class Conversations(Data):
         return Counted(targets, size)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        return self.train_examples(order.batch_indices(k, self.batch_size, rows))
+        return self.train_examples(interface.batch_indices(k, self.batch_size, rows))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        return self.eval_examples_of(order.batch_indices(j, self.eval_batch_size, rows))
+        return self.eval_examples_of(interface.batch_indices(j, self.eval_batch_size, rows))
 
     def train_examples(self, indices: Iterable[int]) -> Batch:
         """Return training examples by their numbers, counted from the start of the run and on through all epochs."""

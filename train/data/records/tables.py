@@ -14,7 +14,7 @@ import numpy as np
 from mupax.paths import is_remote
 from mupax.train.config.data import LimitsConfig
 from mupax.train.data.interface import DataError
-from mupax.train.data.records import bounds, lines, pages
+from mupax.train.data.records import bounds, lines
 from mupax.train.data.records.broken import BrokenLog, Tally
 
 _PART_BYTES = 1 << 24
@@ -305,12 +305,12 @@ class _Cursor:
         batches = table.iter_batches(batch_rows, row_groups=[self.group], columns=[field], use_threads=False)
         self._batches = iter(batches)
 
-    def _headers(self, file: Any, column: Any, limits: LimitsConfig) -> list[pages.Page]:
+    def _headers(self, file: Any, column: Any, limits: LimitsConfig) -> list[bounds.Page]:
         """Return the headers of a leaf column's pages, after they were checked."""
         start = column.dictionary_page_offset if column.has_dictionary_page else column.data_page_offset
         headers = []
         unpacked = 0
-        for page in pages.pages(file, start, column.total_compressed_size):
+        for page in bounds.pages(file, start, column.total_compressed_size):
             largest = max(_LARGEST_PAGE, limits.ratio * page.packed // 10)
             if page.unpacked > largest:
                 raise bounds.too_packed(f"a page of {self._path}", 10 * page.unpacked, page.packed, limits)
@@ -346,7 +346,7 @@ class _Cursor:
         self._pending = None
 
 
-def _rows_at_once(headers: list[pages.Page], copied: int | None) -> int:
+def _rows_at_once(headers: list[bounds.Page], copied: int | None) -> int:
     """Return how many rows of a column can be decoded at once, in whatever way texts are spread over its pages.
 
     Args:
@@ -363,7 +363,7 @@ def _rows_at_once(headers: list[pages.Page], copied: int | None) -> int:
     return 1
 
 
-def _most_bytes(data: list[pages.Page], count: int) -> int:
+def _most_bytes(data: list[bounds.Page], count: int) -> int:
     """Return the bytes of the pages that `count` rows in a row can be in, at most."""
     most = 0
     first = 0

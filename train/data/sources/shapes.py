@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mupax.train.data import cache, images, order
+from mupax.train.data import cache, images, interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Reference
 from mupax.train.data.labelled import WHOLE, LabelledData, normalized
 from mupax.zoo.configs import ModelConfig
@@ -70,7 +70,7 @@ class EndlessData(LabelledData):
         return raw.astype(np.float32), labels
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
+        indices = np.array(interface.batch_indices(j, self.eval_batch_size, rows))
         counts = indices < self.eval_size
         # A row past the end shows the first image again, at weight 0.
         inputs, targets = _batch(_EVAL_SEED, EVAL, np.where(counts, indices, 0))

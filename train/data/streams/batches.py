@@ -3,20 +3,23 @@
 Rows of a batch are divided among the lanes, so that a process reads, and tokenizes, those of its own rows alone. A lane's windows
 come in pools of so many in its order, each pool in a random order of its own: a window is known as soon as its pool is there.
 After its last window a lane begins again, cut at another offset.
+
+`TokenizerThread` tokenizes windows before they are waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mupax.train.data import cache, order
-from mupax.train.data.streams.ahead import Ahead
-from mupax.train.data.streams.lanes import Lane
+from mupax.errors import MupaxError
+from mupax.train.data import cache, interface
+from mupax.train.data.streams.lanes import POLL_S, Lane
 from mupax.train.data.text.batches import TextWindows, check_length
 from mupax.train.data.text.packing import Packed
 from mupax.train.data.text.tokenizer import Tokenizer
@@ -24,9 +27,61 @@ from mupax.train.data.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from mupax.train.config.data import DataConfig
 
+_PATIENCE_S = 5.0
+"""How long the end waits for a source that is stuck."""
+
 _POOL = 4096
 """Windows of all lanes' pools together."""
 _POOLS_AHEAD = 4
+
+
+class Ahead:
+    """A thread that goes on with lanes before they are waited for, the one that is farthest behind first.
+
+    What it cannot do is left to who waits for it, and raised there.
+
+    Args:
+        lanes: that may be asked for.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes, self._targets = lanes, dict[int, int]()
+        self._changed, self._stopped = threading.Event(), threading.Event()
+
+    def want(self, lane: int, tokens: int) -> None:
+        """Asks for so many tokens of a lane.
+
+        Args:
+            lane: its number.
+            tokens: from its first.
+        """
+        if tokens > self._targets.get(lane, 0):
+            self._targets[lane] = tokens
+            self._changed.set()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The thread, until the block ends."""
+        self._stopped.clear()
+        thread = threading.Thread(target=self._run, name="tokenizing", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stopped.set()
+            self._changed.set()
+            thread.join(_PATIENCE_S)
+
+    def _run(self) -> None:
+        with contextlib.suppress(MupaxError, OSError):
+            while not self._stopped.is_set():
+                self._changed.clear()
+                lacks = [(self._lanes[i].tokens / target, i) for i, target in [*self._targets.items()]]
+                behind = [(share, i) for share, i in lacks if share < 1 and not self._lanes[i].ended]
+                if not behind:
+                    self._changed.wait()
+                elif not self._lanes[min(behind)[1]].grow():
+                    self._stopped.wait(POLL_S)
 
 
 class Stream(TextWindows):
@@ -101,8 +156,8 @@ class Stream(TextWindows):
 
     @functools.lru_cache(maxsize=256)  # noqa: B019  the data lives as long as the run
     def _order(self, lane: int, epoch: int, pool: int, size: int) -> np.ndarray:
-        return order.rng(self._seed, order.POOLS, lane, epoch, pool).permutation(size)
+        return interface.rng(self._seed, interface.POOLS, lane, epoch, pool).permutation(size)
 
     @functools.lru_cache(maxsize=256)  # noqa: B019
     def _offset(self, lane: int, epoch: int) -> int:
-        return int(order.rng(self._seed, order.WINDOWS, lane, epoch).integers(self._seq_len))
+        return int(interface.rng(self._seed, interface.WINDOWS, lane, epoch).integers(self._seq_len))

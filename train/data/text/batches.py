@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mupax.train.data import order
+from mupax.train.data import interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
 from mupax.train.data.text.packing import Packed
 from mupax.train.data.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class TextWindows(Data):
         self._seq_len = seq_len
         self._eval_bytes = eval_.text_bytes
         self._windows = windows
-        self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
+        self._eval_shuffle = interface.Shuffle(windows, 0, interface.EVALUATION)
         if has_bytes and tokenizer.key == "bytes":
             self.bytes_per_token = 1.0
         elif has_bytes:
@@ -97,10 +97,10 @@ class TextWindows(Data):
         """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        return self.train_examples(order.batch_indices(k, self.batch_size, rows))
+        return self.train_examples(interface.batch_indices(k, self.batch_size, rows))
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        return self.eval_examples_of(order.batch_indices(j, self.eval_batch_size, rows))
+        return self.eval_examples_of(interface.batch_indices(j, self.eval_batch_size, rows))
 
     def train_examples(self, indices: Iterable[int]) -> Batch:
         """Return training examples by their numbers, counted as `train_windows` counts them."""
@@ -143,7 +143,7 @@ class TextWindows(Data):
         self._eval_targets = np.insert(np.ones(len(ids), bool), places, False)
         windows = -(-(len(self._eval) - 1) // self._seq_len)
         self.eval_size = min(windows, self.config.eval_examples or windows)
-        self._eval_shuffle = order.Shuffle(windows, 0, order.EVALUATION)
+        self._eval_shuffle = interface.Shuffle(windows, 0, interface.EVALUATION)
         self._windows = windows
         if self.bytes_per_token is not None and self.tokenizer.key != "bytes":
             counted = self.counted(self.eval_size)
@@ -280,7 +280,7 @@ class TokenData(TextWindows):
         facts = {**facts, **counts}
         super().__init__(config, eval_, tokenizer, seq_len=seq_len, facts=facts, train_size=size, has_bytes=has_bytes)
         self._train, self._seed = train.tokens, seed
-        self._shuffle = order.Shuffle(size, seed)
+        self._shuffle = interface.Shuffle(size, seed)
 
     def train_windows(self, indices: Iterable[int]) -> np.ndarray:
         """Training examples by their numbers, counted from the start of the run and on through all epochs: int32 [B, T + 1]."""
@@ -293,7 +293,7 @@ class TokenData(TextWindows):
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _offset(self, epoch: int) -> int:
-        return int(order.rng(self._seed, order.WINDOWS, epoch).integers(self._seq_len))
+        return int(interface.rng(self._seed, interface.WINDOWS, epoch).integers(self._seq_len))
 
     def references(self) -> list[Reference]:
         if self.facts["tokenizer"] != "bytes":

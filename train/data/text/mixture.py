@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from mupax.train.config.data import DataConfig
-from mupax.train.data import cache, order
+from mupax.train.data import cache, interface
 from mupax.train.data.chats.conversations import Conversations
 from mupax.train.data.interface import ALL_ROWS, Batch, Data
 from mupax.train.data.mix import BLOCK, Part
@@ -43,7 +43,7 @@ class Shares:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  the data lives as long as the run
     def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        of = order.rng(self._seed, order.MIXTURE, block).permutation(
+        of = interface.rng(self._seed, interface.MIXTURE, block).permutation(
             np.repeat(np.arange(len(self.counts)), self.counts)
         )
         rank = np.empty(BLOCK, np.int64)
@@ -120,12 +120,12 @@ class Mixture(Data):
         return not all(isinstance(text, TextWindows) for text in self._texts)
 
     def train_batch(self, k: int, rows: slice = ALL_ROWS) -> Batch:
-        texts, examples = self._train(order.batch_indices(k, self.batch_size, rows))
+        texts, examples = self._train(interface.batch_indices(k, self.batch_size, rows))
         parts = [text.train_examples(examples[texts == i]) for i, text in enumerate(self._texts)]
         return _joined(parts, texts)
 
     def eval_batch(self, j: int, rows: slice = ALL_ROWS) -> Batch:
-        indices = np.array(order.batch_indices(j, self.eval_batch_size, rows))
+        indices = np.array(interface.batch_indices(j, self.eval_batch_size, rows))
         texts, examples = self._eval(indices)
         parts = [text.eval_examples_of(examples[texts == i]) for i, text in enumerate(self._texts)]
         batch = _joined(parts, texts)

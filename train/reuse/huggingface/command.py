@@ -154,7 +154,7 @@ def exported(
         MupaxError: nothing to export there, or a tokenizer without a token that ends a text.
     """
     from mupax.train.reuse import source as pretrained
-    from mupax.train.reuse.huggingface import card, evidence, preprocessor, tokenizer_files
+    from mupax.train.reuse.huggingface import evidence, preprocessor, tokenizer_files
     from mupax.train.reuse.huggingface import files as pretrained_files
     from mupax.zoo.families import ImageModel
 
@@ -168,8 +168,10 @@ def exported(
     notes += _write_text_files(source, text, path, out, ids)
     row = evidence.evaluation(path, source.preset["step"]) if source.run else None
     has_tokenizer = (out / tokenizer_files.TOKENIZER).is_file()
-    content = card.card(source, name, licence, row, tokenizer=has_tokenizer, chats=text.template is not None)
-    (out / card.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
+    content = pretrained_files.card(
+        source, name, licence, row, tokenizer=has_tokenizer, chats=text.template is not None
+    )
+    (out / pretrained_files.FILE).write_text(content, encoding="utf-8", errors="backslashreplace")
     if licence is None:
         notes.append("the model card states no licence; --licence ID (apache-2.0, mit, ...) does")
     if source.images and isinstance(source.model, ImageModel):

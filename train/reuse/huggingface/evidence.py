@@ -12,7 +12,7 @@ from typing import Any
 from mupax import disk
 from mupax.presets.roles import PresetError
 from mupax.presets.tuned import find as tuned
-from mupax.train.checkpoints import selection
+from mupax.train.checkpoints import checkpointer
 from mupax.train.checkpoints.workdir import CHECKPOINTS
 from mupax.train.config.metrics import row_name, shown_everywhere
 from mupax.train.config.run import Config
@@ -30,7 +30,7 @@ def evaluation(path: Path, step: int) -> dict[str, Any]:
         path: the run's workdir, or one of its steps.
         step: steps done.
     """
-    folder = selection.named_step(path.absolute())[0]
+    folder = checkpointer.named_step(path.absolute())[0]
     folder = folder.parent if folder.name == CHECKPOINTS else folder
     try:
         lines = disk.read_bytes(folder / _ROWS).split(b"\n")
@@ -44,7 +44,7 @@ def evaluation(path: Path, step: int) -> dict[str, Any]:
             continue
         if isinstance(fields, dict) and fields.get("step") == step:
             row = fields  # the last: of a run that went back
-    return row or selection.read(folder / CHECKPOINTS / str(step))
+    return row or checkpointer.read(folder / CHECKPOINTS / str(step))
 
 
 def measured(row: Mapping[str, Any], averaged: bool, kind: str) -> str:

@@ -2,11 +2,14 @@
 
 The source says the shape, the preset, the classes or the tokenizer, and what becomes of an image. What it cannot say has a
 rule here, which a line states: the learning rate and the steps. Every flag of a recipe changes them.
+
+The word before FOLDER says which family the source is to be of.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Annotated, Any
 from tyro import conf
 
 from mupax import command_line, terminal
+from mupax.command_line import UsageError
 from mupax.paths import path_of
 from mupax.presets.roles import RUN_AXES, Role
 from mupax.train.config import cli, small_folders
@@ -22,10 +26,19 @@ from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
 from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
 from mupax.train.reuse.outline import Outline, WeightsError, outline
-from mupax.train.reuse.start import kind
+from mupax.zoo.configs import ModelConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.lora.config import LoraConfig
 from mupax.zoo.transformer import TransformerConfig
+
+FAMILIES = {"vit": "vit", "lm": "decoder", "ed": "encoder-decoder"}
+"""How names of recipes begin, to the family that they are of."""
+_DATA = {
+    "vit": "give one that has a folder of images per class",
+    "lm": "give a file or folder of text or records",
+    "ed": "give a file or folder of text or records",
+    None: "give one that has a folder of images per class, or text",
+}
 
 NAME = "finetune"
 """What such a run has as its recipe."""
@@ -38,6 +51,52 @@ ADAPTERS_TIMES = 3.0
 EPOCHS, FEWEST, MOST = 10, 100, 2000
 TEXT_STEPS = 200
 _TEXT_BATCH, _IMAGE_BATCH = 16, 32
+
+
+def split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The kind that stands first, where there is one and FOLDER behind it, and the other words.
+
+    A lone `vit` is a folder of that name.
+    """
+    if len(argv) > 1 and argv[0] in FAMILIES and not argv[1].startswith("-"):
+        return argv[0], [*argv[1:]]
+    return None, [*argv]
+
+
+def check_folder(kind: str | None, folder: Path, rest: Sequence[str]) -> None:
+    """Raises UsageError where the folder is not there, or a word stands behind it.
+
+    Args:
+        kind: of the line; None where it says none.
+        folder: as it was read.
+        rest: the words that are none of the command's flags.
+    """
+    if rest and not rest[0].startswith("-"):
+        near = difflib.get_close_matches(str(folder), FAMILIES, n=1)
+        if kind is None and near:
+            hint = f"did you mean finetune {near[0]} {rest[0]}?"
+        else:
+            hint = f"write finetune FOLDER, or {', '.join(FAMILIES)} as the first word and then FOLDER"
+        raise UsageError(f"finetune has two words, {folder} and {rest[0]}, and takes one folder; {hint}")
+    if not folder.exists():
+        raise UsageError(f"no {'folder' if kind in ('vit', None) else 'file or folder'} {folder}; {_DATA[kind]}")
+
+
+def check_source(kind: str | None, model: ModelConfig, source: Path) -> None:
+    """Raises UsageError where the source is of another family than the line says.
+
+    Args:
+        kind: of the line; None where it says none.
+        model: of the source.
+        source: where it is.
+    """
+    if kind is None or model.family == FAMILIES[kind]:
+        return
+    other = next((word for word, family in FAMILIES.items() if family == model.family), None)
+    write = f"write finetune {other} in its place, or" if other else "write"
+    raise UsageError(
+        f"finetune {kind} is for the family {FAMILIES[kind]}, and {source} holds a {model.family}; {write} no word before the folder"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,15 +128,15 @@ def command(argv: Sequence[str]) -> cli.Command:
         WeightsError, WorkdirError: no model there, or one that reads something else than the folder has.
         DataError: no images by class in the folder.
     """
-    family, words = kind.split(argv)
+    family, words = split(argv)
     args, rest = command_line.parse_known(Finetune, "mupax finetune", words)
-    kind.check_folder(family, args.folder, rest)
+    check_folder(family, args.folder, rest)
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.source import located
 
     source = located(hub.local(args.source, args.revision))
     origin = outline(source)
-    kind.check_source(family, origin.model, source)
+    check_source(family, origin.model, source)
     has_tokenizer = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
     if not isinstance(origin.model, TransformerConfig):
         if args.lora.rank is not None:

@@ -25,6 +25,13 @@ metrics.jsonl has a JSON object per step and per evaluation, as they come, and e
 
 A perf_ row covers the steps since the one before it, without evaluations, checkpoints and a session's first step, which warms up.
 It is strict JSON; what is not finite is null and named: `{"step": 13, "loss": null, "nonfinite": {"loss": "nan"}}`.
+
+Rows go to mirrors in a thread of their own: TensorBoard and trackers, each imported when it is asked for.
+
+Evaluations say whether a run ends before its last step.
+
+All of it follows from the rows of evaluations, which every process of a run has alike and metrics.jsonl keeps: a resumed run counts
+on where it stopped, and one that has ended so ends so again.
 """
 
 from __future__ import annotations
@@ -36,19 +43,26 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mupax import disk
+from mupax import disk, terminal
 from mupax.disk import DiskError
 from mupax.errors import MupaxError
 from mupax.paths import path_of
 from mupax.train.config.metrics import METRICS, row_name
+from mupax.train.config.run import Config
+from mupax.train.config.sections import METRIC, cost, metrics_of
 
 if TYPE_CHECKING:
-    from mupax.train.run.report.mirrors.mirrors import Mirrors
-    from mupax.train.run.report.mirrors.tags import Media
+    from mupax.train.run.report.mirrors.trackers import Media, TensorBoard, Trackio, Wandb
+
+_FLUSH_S, _CLOSE_S = 10.0, 60.0
+"""How long the run waits for mirrors at a checkpoint, and at its end."""
+_MOST_ROWS = 100_000
+"""Rows that may wait for a mirror that hangs."""
 
 FILE_NAME = "metrics.jsonl"
 _NUMBERS = ("lr", "grad_norm", "tokens", "images", "seconds")
@@ -56,6 +70,113 @@ _NUMBERS = ("lr", "grad_norm", "tokens", "images", "seconds")
 OWN_NAMES = ("step", *_NUMBERS, "logit_z_loss", "weight", "batch", "spike", "skipped", "stopped", "nonfinite")
 """Names in the rows that a run writes itself, besides those that `is_own_name` knows otherwise."""
 _INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
+
+
+class Mirrors:
+    """What rows go to besides metrics.jsonl, in a thread of their own. One that fails or hangs is left out, with a line.
+
+    Args:
+        folder: of the run.
+        tensorboard: whether to write its events.
+        wandb: project of Weights & Biases to log to; None does not.
+        trackio: the same of trackio.
+        resume_step: the step that was restored; None begins anew.
+        note: told what is left out.
+
+    Raises:
+        MupaxError: a tracker cannot start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensorboard: bool,
+        wandb: str | None,
+        trackio: str | None,
+        resume_step: int | None,
+        note: Callable[[str], None] = terminal.note,
+    ) -> None:
+        from mupax.train.run.report.mirrors.trackers import TensorBoard, Trackio, Wandb
+
+        self._mirrors: list[TensorBoard | Wandb | Trackio] = []
+        self._note, self._hangs, self._late = note, False, threading.Event()
+        if wandb is not None:
+            self._mirrors.append(Wandb(wandb, folder, new=resume_step is None))
+        if trackio is not None:
+            self._mirrors.append(Trackio(trackio, folder, new=resume_step is None))
+        if tensorboard:
+            try:
+                self._mirrors.append(TensorBoard(folder / "tensorboard", resume_step))
+            except OSError as error:
+                self._leave_out(TensorBoard.name, error.strerror)
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="mirrors", daemon=True).start()
+
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        """Pass a row on and return at once; it is dropped where too many wait.
+
+        Args:
+            row: as `MetricsWriter.write` takes it.
+            walltime: when it was written, in seconds since 1970.
+        """
+        self._pass_on("write", row, walltime)
+
+    def show(self, step: int, media: Media, walltime: float) -> None:
+        """The same of images, texts and histograms, to the mirrors that show any.
+
+        Args:
+            step: steps done.
+            media: of that step.
+            walltime: as of `write`.
+        """
+        self._pass_on("show", step, media, walltime)
+
+    def _pass_on(self, method: str, *arguments: Any) -> None:
+        if self._calls.qsize() < _MOST_ROWS:
+            self._calls.put(partial(self._each, method, *arguments))
+        elif not self._hangs:
+            self._hang(f"{_MOST_ROWS:,} rows wait for it")
+
+    def flush(self) -> None:
+        """Wait for what was written, unless that takes long."""
+        if not self._late.is_set():
+            self._late.set()
+            self._calls.put(self._late.clear)
+            self._wait(_FLUSH_S)
+
+    def close(self) -> None:
+        self._calls.put(partial(self._each, "close"))
+        if not (self._hangs or self._wait(_CLOSE_S)):
+            self._hang(f"no answer for {_CLOSE_S:.0f} s")
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while call := self._calls.get():
+            call()
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for mirror in [*self._mirrors]:
+            if not hasattr(mirror, method):
+                continue
+            try:
+                getattr(mirror, method)(*arguments)
+            except Exception as error:  # of whatever kind: the run needs none of them
+                self._mirrors.remove(mirror)
+                with contextlib.suppress(Exception):
+                    mirror.close()
+                self._leave_out(mirror.name, error)
+
+    def _wait(self, seconds: float) -> bool:
+        done = threading.Event()
+        self._calls.put(done.set)
+        return done.wait(seconds)
+
+    def _hang(self, reason: str) -> None:
+        self._hangs = True
+        self._leave_out(" or ".join(mirror.name for mirror in self._mirrors), reason)
+
+    def _leave_out(self, name: str, reason: object) -> None:
+        self._note(f"{name} is left out from here on: {reason}; metrics.jsonl has every row")
 
 
 class MetricsError(MupaxError):
@@ -101,8 +222,6 @@ class MetricsWriter:
         # Mirrors first: where one cannot start, the old file is untouched.
         self._mirrors: Mirrors | None = None
         if tensorboard or wandb is not None or trackio is not None:
-            from mupax.train.run.report.mirrors.mirrors import Mirrors
-
             self._mirrors = Mirrors(self.path.parent, tensorboard, wandb, trackio, resume_step)
         if missing := _keep_until(self.path, resume_step):
             note(missing)
@@ -277,3 +396,75 @@ def _keep_until(path: Path, step: int | None) -> str:
     missing = set(range(1, (step or 0) + 1)) - {row["step"] for row in rows if "loss" in row}
     which = f"{len(missing)} of {step} steps, from {min(missing)} up to {max(missing)}" if missing else ""
     return which and f"{path.name} lacks the rows of {which}: they were deleted"
+
+
+class Evaluations:
+    """What the evaluations of a run measured, by step.
+
+    Args:
+        config: of the run: when it ends by them, and its last step, at which it is done.
+        rows: of metrics.jsonl, or of any of its evaluations.
+
+    Attributes:
+        metrics: step to numbers by name; None where one is not finite.
+        stopped: why the run ends before its last step, in a line; "" where it goes on.
+    """
+
+    def __init__(self, config: Config, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._config, self._steps = config.stop, config.steps
+        self.metrics: dict[int, dict[str, float | None]] = {}
+        self.stopped = ""
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Mapping[str, Any]) -> dict[str, float | None]:
+        """Take in the row of an evaluation; gives its numbers.
+
+        Args:
+            row: as metrics.jsonl has it, with its `step`.
+        """
+        names = {METRIC, *metrics_of(()), *(name for name in row if name.startswith("eval/"))}
+        measured = self.metrics[row["step"]] = {name: row[name] for name in sorted(names & row.keys())}
+        self.stopped = self._reason()
+        return measured
+
+    def go_back(self, step: int) -> None:
+        """Forget what was measured after a step that the run goes back to."""
+        self.metrics = {at: measured for at, measured in self.metrics.items() if at <= step}
+        self.stopped = self._reason()
+
+    def _reason(self) -> str:
+        """As `stopped`.
+
+        An improvement is a number better than the best before it by more than `min_delta`; one that is not finite is none.
+        """
+        patience, metric = self._config.patience, self._config.metric
+        if patience is None:
+            return ""
+        best, best_step, since = math.inf, None, 0
+        for step in sorted(step for step in self.metrics if step < self._steps):
+            value = cost(metric, self.metrics[step].get(metric))
+            if value < (best if best_step is None else best - self._config.min_delta):
+                best, best_step, since = value, step, 0
+            else:
+                since += 1
+            if since >= patience:
+                break
+        else:
+            return ""
+        by = f" by more than {self._config.min_delta:g}" if self._config.min_delta else ""
+        shown = "and was never finite" if best_step is None else f"the best is {abs(best):.6g} at step {best_step}"
+        return f"{metric} has not improved{by} in {since} evaluation{'s' * (since > 1)}, {shown}"
+
+
+def rows_until(workdir: Path, step: int) -> list[dict[str, Any]]:
+    """Rows of the evaluations up to a step that a run's metrics have; none where it has no metrics yet.
+
+    Args:
+        workdir: folder with metrics.jsonl.
+        step: the last one.
+    """
+    path = workdir / FILE_NAME
+    if not disk.status(path):
+        return []
+    return [row for row in read(path) if "eval_loss" in row and row["step"] <= step]

@@ -245,7 +245,7 @@ def _report(
     args: Check, findings: Sequence[Finding], page: _Page, not_judged: Sequence[str], about: dict[str, Any]
 ) -> int:
     """Print, write and draw the findings. Return the exit code."""
-    from mupax.train.studies.check import picture, report
+    from mupax.train.studies.check import report
     from mupax.train.studies.check.judge import passes
 
     blamed = "number" if args.grow in RUN_AXES else "role"
@@ -258,10 +258,10 @@ def _report(
     if args.json:
         Path(args.json).write_text(json.dumps(report.to_json(findings, about, not_judged), indent=2) + "\n")
     if args.figure:
-        picture.figure(args.figure, findings, args.grow, page.title)
+        report.figure(args.figure, findings, args.grow, page.title)
     if args.figure_panels:
         grown_sizes = [2.0**doubling for doubling in range(args.sizes)]
-        picture.panels(args.figure_panels, findings, grown_sizes, f"{args.grow} / smallest", page.title)
+        report.panels(args.figure_panels, findings, grown_sizes, f"{args.grow} / smallest", page.title)
     return 0 if passes(findings) else 1
 
 

@@ -32,9 +32,9 @@ from flax import nnx
 
 from mupax.presets.roles import Role
 from mupax.train.core.factors import Factors
+from mupax.train.core.optimizer import rows
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients
-from mupax.train.core.transforms import rows
 from mupax.train.studies.check import groups
 from mupax.zoo.definition import Arrays, Definition, multiplied
 from mupax.zoo.layers.initial import normals

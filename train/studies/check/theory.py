@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mupax.presets import EMBEDDINGS, Preset, PresetError
 from mupax.presets.analysis.limits import Limit
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 from mupax.train.studies.check import groups, observables
 from mupax.zoo.definition import Definition
 

@@ -1,4 +1,7 @@
-"""`mupax sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command."""
+"""`mupax sweep RECIPE`: many runs that differ in learning rate, seed, constants or size, as one command.
+
+A sweep ends with the answer: the best learning rate and how sure it is, then what to type next.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli, sizes
 from mupax.train.config.checks import at_least, note_warmup
 from mupax.train.studies.sweep import grids
-from mupax.train.studies.sweep.grids import Planned
+from mupax.train.studies.sweep.grids import Planned, power
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +30,42 @@ if TYPE_CHECKING:
     from mupax.train.studies.transfer.study import Measured
 
 MOST_POINTS = 2000
+
+
+def answers(studies: Sequence[tuple[Measured, Analysis]], loss: str, *, grown: bool) -> list[str]:
+    """Return a line per setting: its best learning rate, or where sizes grew whether to keep it.
+
+    Args:
+        studies: every setting of the sweep as a study of its sizes.
+        loss: the loss that is judged, "training" or "evaluation".
+        grown: whether the sweep has several sizes.
+    """
+    lines: list[str] = []
+    for measured, analysis in studies:
+        name = f"With {measured.study.label}: " if len(studies) > 1 else ""
+        lines_of_sizes = [
+            _best_rate(measured, analysis, index, loss, grown=grown) for index in range(len(analysis.sizes))
+        ]
+        if not grown:
+            lines.append(f"{name}{lines_of_sizes[0]}")
+            continue
+        from mupax.train.studies.transfer.conclusion import conclusion
+
+        lines.append(f"{name}{conclusion(measured, analysis)}")
+        lines += [f"  {line}" for line in lines_of_sizes]
+    return lines
+
+
+def _best_rate(measured: Measured, analysis: Analysis, index: int, loss: str, *, grown: bool) -> str:
+    """Return the best rate of one size with its interval, or why it has none and which rates to add."""
+    fitted = analysis.fits[index]
+    where = f" at {measured.study.axis} {analysis.sizes[index]}" if grown else ""
+    if fitted.trouble:
+        return f"No best learning rate{where} by {loss} loss: {fitted.why}."
+    half = analysis.optima[index].half_width
+    rate = f"{power(2.0**fitted.optimum)} = {2.0**fitted.optimum:.3g}"
+    accuracy = f"known to ± {half:.2f} octaves" if math.isfinite(half) else "one seed, so no interval"
+    return f"Best learning rate{where}: {rate} ({accuracy}), {loss} loss there {fitted.loss:.4f}."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,7 +187,7 @@ def _dry_run(grid: Sequence[Planned]) -> None:
 
 
 def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
-    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import Table
 
@@ -190,11 +229,9 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
 
 def _conclude(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], metric: str) -> None:
     """Print the answer, and the command that trains the best point."""
-    from mupax.train.studies.sweep import report
-
     if len({point.config.optimizer.peak_lr for point in grid}) > 1:
         studies = judged(grid, _judged_rows(args, rows), _axis(args))
-        for line in report.answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1):
+        for line in answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1):
             terminal.say(line)
     best = min(range(len(rows)), key=lambda index: _value(rows[index]))
     print(

@@ -2,33 +2,283 @@
 
 Complete configs -> groups of one program -> packs (trainer.py, work.py) -> rows (rows.py). command.py is the
 command line; transfer studies ask for points as they learn from them.
+
+A point's name is a digest of the config fields that decide what it trains.
+
+A point's name never changes, or every committed study would train again. Fields of `_FIRST` are part of every name. A newer field is
+part of a name only if its effect is on what is trained (`mupax.config_fields`) and it does not have its default, so a new
+field needs no entry here.
+
+environment.json says in which environment the points were trained.
+
+A trial of a few steps chooses how the points of one program train: all at once, in turn, or several side by side.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
+import os
 import shutil
-from collections.abc import Callable, Sequence
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
-from mupax.train.checkpoints.workdir import locked
+from mupax import disk
+from mupax.config_fields import config_fields, with_defaults
+from mupax.train.checkpoints.workdir import locked, surroundings
+from mupax.train.config.data import PixelsConfig, TransformsConfig, source
+from mupax.train.config.record import OLDER_PIXELS, to_json
 from mupax.train.config.run import Config, FaultsConfig, PresetConfig
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
+from mupax.train.parallel import environment
 from mupax.train.parallel.processes import Processes
-from mupax.train.studies.sweep.choose import Chooser, Mode
-from mupax.train.studies.sweep.keys import key_of, without_reports
+from mupax.train.studies.sweep import trainer as sweep_pack
 from mupax.train.studies.sweep.rows import Row, Rows
-from mupax.train.studies.sweep.surroundings import note_changes
-from mupax.train.studies.sweep.trainer import Batches
+from mupax.train.studies.sweep.trainer import Batches, Trainer
 from mupax.train.studies.sweep.work import Member, Stopped, Watcher, Work, one_at_a_time
 from mupax.zoo.configs import ConfigError
+from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.lora.config import LoraConfig
+
+Mode = Literal["auto", "together", "in-turn"]
+STEPS = 3
+GAIN = 0.95
+"""More points side by side must take at most this share of the time."""
+FEW = 40
+"""Steps of all points together that are not worth a trial."""
+PAYS = 20
+"""A trial costs a compilation; in turn must need so many of those to make it worth one, on a CPU, where it seldom wins."""
+
+FILE_NAME = "environment.json"
+
+_FIRST = {
+    "": "recipe steps seed freeze train_only accumulation_steps workdir resume resume_change xla_flags",
+    "model": "centered width depth num_heads head_dim num_kv_heads mlp_ratio activation norm norm_eps norm_gain bias qk_norm vocab_size "
+    "seq_len positions rope_theta tied image_size patch_size channels num_classes pool encoder_depth target_len distance_buckets "
+    "longest_distance shared embedding_norm",
+    "model.compute": "layers remat attention projections cross_entropy param_dtype dtype",
+    "model.routing": "gate capacity_factor balance balance_weight z_weight",
+    "model.lora": "rank alpha on",
+    "data": "name batch_size seed eval_batch_size eval_examples data_dir tokenizer augment split",
+    "data.transforms": "crop randaug_layers randaug_magnitude mixup cutmix label_smoothing repeats",
+    "data.pixels": "fit resize interpolation mean std background",
+    "preset": "name base form alpha_a alpha_l gamma0 beta0 constants zero_readout",
+    "optimizer": "name peak_lr weight_decay decay b1 b2 eps momentum clip_norm schedule warmup_steps decay_steps final_lr_fraction",
+    "ema": "decay",
+    "init": "init_from init_optimizer init_ema init_new init_resize init_drop init_change",
+    "mesh": "data fsdp sequence tensor sweep rules slices",
+    "distributed": "coordinator processes process timeout_seconds heartbeat_seconds",
+    "checkpoint": "every_steps keep",
+    "faults": "bad_numbers most_in_a_row spike_deviations skip_spikes watchdog_seconds",
+    "log": "eval_every_steps tensorboard wandb progress samples profile",
+}  # fmt: skip
+"""Section to its fields that were there when points got their names. This list is closed: no new field belongs here."""
+_FIRST_PATHS = {f"{section}.{name}".lstrip(".") for section, names in _FIRST.items() for name in names.split()}
 
 __all__ = ["Mode", "Row", "Stopped", "Sweep", "Watcher", "grouped", "run"]
+
+
+class Chooser:
+    """Trainers of a sweep's programs, each compiled once.
+
+    Args:
+        how: all points of a program at once, one after another, or whichever a trial shows to be faster; on one CPU device a
+            trial also finds how many to train side by side.
+        batches: for the trial.
+        evaluated: whether the trainers are to score points.
+    """
+
+    def __init__(self, how: Mode, batches: Batches, evaluated: bool) -> None:
+        self._how, self._batches, self._evaluated = how, batches, evaluated
+        self._trainers: dict[tuple[object, int], Trainer] = {}
+        self._fastest: dict[object, Trainer] = {}
+        self._slower = False
+        """Whether a smaller program was seen to be slower together: a larger one is too."""
+
+    def trainer(self, key: object, points: Sequence[Program], note: Callable[[str], None]) -> Trainer:
+        """What trains these points.
+
+        Args:
+            key: of their program (`mupax.train.studies.sweep.sweep.grouped`).
+            points: all that are to be trained.
+            note: called with what was chosen.
+        """
+        program, count, ways = points[0], len(points), points[0].mesh.shape["sweep"]
+        on_cpu = program.mesh.devices.flat[0].platform == "cpu"
+        if self._how == "in-turn" and ways > 1:
+            raise ConfigError(
+                f"in turn uses no mesh axis sweep, which is {ways}; write --mesh.sweep 1, or --how together"
+            )
+        if self._how == "together" or ways > 1 or (self._how == "auto" and not on_cpu and count > 1):
+            fits = sweep_pack.fitting(program, count)
+            if fits > 1:
+                if fits < count:
+                    note(f"{fits} points at a time fit into memory")
+                # A later round of fewer points repeats one in the places of a pack that is compiled, if half of it is used.
+                larger = [n for of, n in self._trainers if of == key and fits < n <= 2 * fits]
+                return self._compiled(key, program, min(larger, default=fits))
+            if count > 1:
+                note("in turn: two points do not fit into memory at once")
+        one = self._compiled(key, program, 1)
+        if key in self._fastest:
+            return self._fastest[key] if self._fastest[key].count <= count else one
+        if self._how != "auto" or not on_cpu or count == 1 or count * program.config.steps < FEW:
+            return one
+        one, each, text = self._side_by_side(one, points)
+        self._trainers[key, 1] = self._fastest[key] = one
+        fits = sweep_pack.fitting(program, count, one)
+        little = each * program.config.steps * count < PAYS * one.compile_seconds
+        if self._slower or little or fits == 1:
+            note(f"in turn: {text}")
+            return one
+        many = self._compiled(key, program, fits)
+        of_many = self._seconds(many, [*points, *[points[-1]] * fits][:fits]) / fits
+        self._slower = of_many >= each
+        if self._slower:
+            del self._trainers[key, fits]
+        else:
+            self._fastest[key] = many
+        note(f"{'in turn' if self._slower else 'together'}: {text}, {of_many * 1000:.0f} ms together")
+        return self._fastest[key]
+
+    def _compiled(self, key: object, program: Program, count: int) -> Trainer:
+        if (key, count) not in self._trainers:
+            began = time.monotonic()
+            trainer = sweep_pack.trainer(program, count, self._evaluated)
+            self._trainers[key, count] = dataclasses.replace(trainer, compile_seconds=time.monotonic() - began)
+        return self._trainers[key, count]
+
+    def _side_by_side(self, one: Trainer, points: Sequence[Program]) -> tuple[Trainer, float, str]:
+        """The trainer with how many to train at the same time, the seconds of a step and point, and the timings in words."""
+        times, program, best = {1: self._seconds(one, points[:1])}, one.program, 1
+        if program.mesh.size == 1:  # programs of many devices would wait for each other
+            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            most = min(cores, len(points), sweep_pack.fitting(program, len(points), one))
+            while 2 * best <= most:
+                times[2 * best] = self._seconds(one, points[:1], 2 * best)
+                if times[2 * best] > GAIN * times[best]:
+                    break
+                best *= 2
+        words = (f"{1000 * s:.0f} ms {f'by {n} side by side' if n > 1 else 'one by one'}" for n, s in times.items())
+        return dataclasses.replace(one, concurrent=best), times[best], f"a step takes {', '.join(words)}"
+
+    def _seconds(self, trainer: Trainer, points: Sequence[Program], concurrent: int = 1) -> float:
+        """Median of a few steps of a pack, which go nowhere; of so many packs side by side the share of one."""
+        start = threading.Barrier(concurrent)
+
+        def median() -> float:
+            try:
+                state, step_inputs = trainer.begin(points)
+                times = []
+                with contextlib.closing(self._batches.train(trainer.program, 0)) as batches:
+                    for k, batch in zip(range(STEPS + 1), batches, strict=False):
+                        if k == 1:
+                            start.wait()
+                        began = time.monotonic()
+                        state, metrics = trainer.step(state, step_inputs, batch)
+                        jax.block_until_ready(metrics)
+                        times.append(time.monotonic() - began)
+            except threading.BrokenBarrierError:
+                return 0.0  # another thread raises what went wrong
+            except BaseException:
+                start.abort()
+                raise
+            return statistics.median(times[1:] or times)
+
+        with ThreadPoolExecutor(concurrent) as pool:
+            return max(future.result() for future in [pool.submit(median) for _ in range(concurrent)]) / concurrent
+
+
+def note_changes(folder: Path, program: Program, note: Callable[[str], None], *, goes_on: bool) -> None:
+    """Say what has changed since the last points of a folder were trained, and record the environment of the next ones.
+
+    Rows of two environments may differ in bits. They stay comparable as far as seeds are.
+
+    Args:
+        program: of the next point.
+        note: told a line for every change.
+        goes_on: whether points of the folder are done or in training.
+    """
+    path = folder / FILE_NAME
+    now = surroundings(program.compiler_options(), environment.facts(program.mesh))
+    if goes_on and disk.status(path) is not None:
+        try:
+            changed = environment.changes(disk.read_json(path), now)
+        except disk.JsonError as error:
+            changed = None
+            note(f"{error}; it is written again")
+        if changed == []:
+            return
+        for change in changed or ():
+            note(f"changed since the last points: {change}")
+    disk.write_whole(path, json.dumps(now, indent=2) + "\n")
+
+
+def key_of(config: Config, data_digest: str) -> str:
+    """Return the name of what a config trains: equal for configs that differ in where they run and what they report.
+
+    Args:
+        config: of the point.
+        data_digest: of the data it sees.
+    """
+    bare = with_defaults(without_reports(config.resolved()), ("layout", "processes"))
+    fields = to_json(bare)
+    for path in _unnamed_fields(bare):
+        _delete(fields, path)
+    for section in _unnamed_sections(bare):
+        _delete(fields, section)
+    return hashlib.sha256(json.dumps([fields, data_digest], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def without_reports(config: Config) -> Config:
+    """Return the config without where it is kept and what it reports."""
+    return with_defaults(config, ("session", "reports", "course"))
+
+
+def _unnamed_fields(config: Config) -> Iterator[str]:
+    """Yield the fields that are not part of a point's name."""
+    for field in config_fields(config):
+        # A model of a plugin declares nothing: all its fields are part of the name.
+        if field.affects is None or field.path in _FIRST_PATHS:
+            continue
+        if field.value == field.default or not field.affects.consequence.names_point:
+            yield field.path
+    # The background became a field of its own after points of images had their names.
+    if config.data.pixels.background == OLDER_PIXELS.background or not config.data.name.startswith("images:"):
+        yield "data.pixels.background"
+
+
+def _unnamed_sections(config: Config) -> Iterator[str]:
+    """Yield the sections that are not part of a point's name, because all their fields have the values of before they existed."""
+    yield from ("stop", "data.limits")
+    model = config.model
+    if getattr(model, "routing", None) == RoutingConfig():
+        yield "model.routing"
+    if getattr(model, "lora", None) == LoraConfig():
+        yield "model.lora"
+    if config.data.transforms == TransformsConfig():
+        yield "data.transforms"
+    is_unread = "pixels" not in source(config.data.name).reads and config.data.pixels == PixelsConfig()
+    if is_unread or config.data.pixels == OLDER_PIXELS:
+        yield "data.pixels"
+
+
+def _delete(fields: dict[str, Any], path: str) -> None:
+    """Delete a field or section of a config as JSON."""
+    *sections, name = path.split(".")
+    for section in sections:
+        fields = fields.get(section, {})
+    fields.pop(name, None)
 
 
 def grouped(

@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from mupax.train.config.run import Config
-from mupax.train.run.report.timing import duration
+from mupax.train.run.report.progress import duration
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.sweep.work import Watcher

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from mupax.train.checkpoints import manifest
+from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import record
-from mupax.train.config.retention import CheckpointConfig
 from mupax.train.config.run import Config
+from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.data import Data, cache
@@ -119,7 +119,7 @@ class Work:
             if saves.latest is not None:
                 restored = saves.restore(trainer.abstract, data.facts)
                 step = int(np.ravel(jax.device_get(restored.step))[0])
-                digest = manifest.read(saves.folder / str(step)).data.get("losses")
+                digest = layout.read(saves.folder / str(step)).data.get("losses")
                 before, what = (
                     saved_losses(folder, step, trainer.count, digest),
                     f"{len(pack)} point{'s' * (len(pack) > 1)}",

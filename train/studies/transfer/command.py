@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mupax.train.config.run import Config
-    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep.rows import Row
     from mupax.train.studies.sweep.sweep import Sweep
     from mupax.train.studies.transfer.study import Measured, Runner, Study
@@ -55,7 +55,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         _dry_run(studies, args)
         return 0
 
-    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep.work import Stopped
 
     console = terminal.console()
@@ -129,10 +129,10 @@ def _report(
         "config": to_json(config),
     }
     if args.search == "frugal":
-        from mupax.train.studies.transfer import best_rates
+        from mupax.train.studies.transfer import frugal
 
         about["title"] = f"The best learning rate of {args.recipe} as it grows"
-        return best_rates.report(folder, measured, about, args.save_tuned, label, command)
+        return frugal.report(folder, measured, about, args.save_tuned, label, command)
     judged = []
     for one in measured:
         if (analysis := one.analysis()) is None:

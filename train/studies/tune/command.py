@@ -128,10 +128,10 @@ def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
 
 
 def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: str) -> int:
-    from mupax.train.parallel.signals import StopRequest
+    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import report
-    from mupax.train.studies.tune.board import Board
+    from mupax.train.studies.tune.report import Board
     from mupax.train.studies.tune.search import Search, measure
 
     folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")

@@ -23,11 +23,9 @@ from mupax.presets import ParamSpec, Role
 from mupax.presets.roles import ADAPTERS, ROUTED
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
-from mupax.train.core.compile import trace_train_step
 from mupax.train.core.factors import Factors, resolve
-from mupax.train.core.step import StepInputs
-from mupax.train.parallel.mesh import make_mesh
-from mupax.train.parallel.sharding import MeshLayout
+from mupax.train.core.step import StepInputs, trace_train_step
+from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import Definition, Factor, define, definition
 

@@ -19,9 +19,8 @@ from mupax.presets.optimizers import OPTIMIZERS, Optimizer
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import guards
 from mupax.train.core.factors import Factors, resolve
-from mupax.train.core.optimizer import build, hyper
+from mupax.train.core.optimizer import build, hyper, rows
 from mupax.train.core.state import TrainState
-from mupax.train.core.transforms import rows
 from mupax.train.reuse import transplant
 from mupax.train.reuse.forms import convert
 from mupax.zoo.configs import CONFIGS, ConfigError

@@ -14,7 +14,7 @@ from mupax.train.config.data import DataConfig
 from mupax.train.data import __main__ as command
 from mupax.train.data import load, show
 from mupax.train.data.interface import Batch, DataError
-from mupax.train.data.text import baselines, denoising, ngrams
+from mupax.train.data.text import denoising, ngrams
 from mupax.train.data.text.noise import Infilling, Noise, Sentinels
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
@@ -170,7 +170,7 @@ def test_the_longest_match_is_copied() -> None:
     inputs = np.array([[90, 1, 2, 3, 91, 7, 2, 4, 92]])
     history = np.array([[92, 90, 1, 2, 7, 2, 8]])
     batch = {"inputs": inputs, "input_mask": np.ones_like(inputs), "decoder_inputs": history}
-    guess, matched = baselines.guesses(batch, np.array([90, 91, 92]))
+    guess, matched = denoising.guesses(batch, np.array([90, 91, 92]))
     assert matched.tolist() == [[0, 1, 2, 3, 1, 2, 0]]
     assert guess[0, 1:6].tolist() == [1, 2, 3, 2, 4]
 
@@ -187,7 +187,7 @@ def test_copying_beats_counting_where_the_text_is_visible(text: Path) -> None:
         **test,
         "inputs": np.random.default_rng(0).permuted(test["inputs"], axis=1),
     }  # control: nothing to copy from
-    copied, shuffled = (baselines.copy_losses(b, b, flat, np.array([*data.ids.names()])).mean() for b in (test, other))
+    copied, shuffled = (denoising.copy_losses(b, b, flat, np.array([*data.ids.names()])).mean() for b in (test, other))
     assert copied < 0.6 * shuffled
 
 

@@ -20,7 +20,8 @@ from mupax.__main__ import main
 from mupax.train.config.run import PresetConfig
 from mupax.train.data.chats.templates import Template
 from mupax.train.reuse.huggingface import files
-from mupax.train.reuse.serve import bodies, command, protocol, worker
+from mupax.train.reuse.serve import command, worker
+from mupax.train.reuse.serve import server as serve_server
 from mupax.train.reuse.serve.logs import one_line
 from mupax.train.reuse.serve.server import Server
 from mupax.train.reuse.serve.service import Service
@@ -169,8 +170,8 @@ def test_heads_that_a_proxy_may_read_otherwise_are_refused(server: Server, sent:
 
 
 def test_bodies_are_bounded_together_and_forgotten(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "LARGEST", 4000)
-    monkeypatch.setattr(bodies, "LARGEST_TOTAL", 5000)
+    monkeypatch.setattr(serve_server, "LARGEST", 4000)
+    monkeypatch.setattr(serve_server, "LARGEST_TOTAL", 5000)
     assert post(server, {"prompt": "a" * 5000})[0] == 413
     chunked = head("Transfer-Encoding: chunked", "Connection: close") + b"1388\r\n" + b"a" * 5000 + b"\r\n0\r\n\r\n"
     assert raw(server, chunked).startswith(b"HTTP/1.1 413 ")
@@ -185,8 +186,8 @@ def test_bodies_are_bounded_together_and_forgotten(server: Server, monkeypatch: 
 
 
 def test_a_client_that_sends_slowly_is_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
-    monkeypatch.setattr(bodies, "BODY_S", 0.1)
+    monkeypatch.setattr(serve_server, "HEAD_S", 0.1)
+    monkeypatch.setattr(serve_server, "BODY_S", 0.1)
     assert raw(server, b"POST /v1/comple") == b""
     assert raw(server, b"") == b""
     assert raw(server, head("Content-Length: 100") + b"{").startswith(b"HTTP/1.1 408 ")

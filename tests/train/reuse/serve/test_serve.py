@@ -28,10 +28,9 @@ from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.serve import command, worker
-from mupax.train.reuse.serve.addresses import is_local
 from mupax.train.reuse.serve.fields import request as requested
-from mupax.train.reuse.serve.probabilities import Probabilities
-from mupax.train.reuse.serve.server import Server
+from mupax.train.reuse.serve.server import Server, is_local
+from mupax.train.reuse.serve.service import Probabilities
 from mupax.train.reuse.serve.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.source import Source
 from mupax.zoo.configs import DecoderConfig

@@ -16,7 +16,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, named_sets
 from mupax.train.run.report import metrics
-from mupax.train.run.report.mirrors.tags import scalars
+from mupax.train.run.report.mirrors.trackers import scalars
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import Done, folder, train, untrained, write_text
 from tests.train.run.evaluation.test_eval_command import run

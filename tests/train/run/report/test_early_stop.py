@@ -12,7 +12,7 @@ import pytest
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import LogConfig, StopConfig
 from mupax.train.run.report import metrics
-from mupax.train.run.report.early_stop import Evaluations
+from mupax.train.run.report.metrics import Evaluations
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import STEPS, checkpoints, folder, rows, train
 from tests.train.run.saves.test_best_checkpoint import scripted

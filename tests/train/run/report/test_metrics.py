@@ -11,7 +11,6 @@ import pytest
 
 from mupax.disk import DiskError
 from mupax.train.run.report import metrics
-from mupax.train.run.report.mirrors import mirrors
 
 pytestmark = pytest.mark.core
 
@@ -212,8 +211,8 @@ class Broken:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_mirror_that_breaks_is_left_out_with_a_line_and_nothing_waits_for_it(tmp_path, monkeypatch, capsys, hangs):
-    monkeypatch.setattr(mirrors, "_FLUSH_S", 0.2)
-    monkeypatch.setattr(mirrors, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(metrics, "_FLUSH_S", 0.2)
+    monkeypatch.setattr(metrics, "_CLOSE_S", 0.3)
     broken = Broken(2, hangs)
     began = time.monotonic()
     with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:

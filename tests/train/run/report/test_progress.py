@@ -6,8 +6,7 @@ import math
 import pytest
 from rich.console import Console
 
-from mupax.train.run.report.progress import Progress
-from mupax.train.run.report.timing import Timing
+from mupax.train.run.report.progress import Progress, Timing
 
 pytestmark = pytest.mark.core
 

@@ -20,8 +20,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.command import Generate
 from mupax.train.reuse.predict.command import Predict
-from mupax.train.run.report import finish, metrics, plotting, report
-from mupax.train.run.report import picture as picture_module
+from mupax.train.run.report import finish, metrics, plotting
 
 pytestmark = pytest.mark.core
 
@@ -80,7 +79,7 @@ def texts(axes):
 
 def test_loss_plot_of_a_language_model(tmp_path, figures):
     path = write(tmp_path / "metrics.jsonl", lm_rows(200))
-    report.loss_plot(path, tmp_path / "loss.png", [TRIGRAM, FOURGRAM, LOGISTIC], "lm-tiny")
+    finish.loss_plot(path, tmp_path / "loss.png", [TRIGRAM, FOURGRAM, LOGISTIC], "lm-tiny")
     (axes,) = figures[0].axes
     assert axes.get_ylabel() == "loss (nats per byte)"
     assert axes.get_xlabel() == "optimizer step (700 tokens each)"
@@ -101,7 +100,7 @@ def test_loss_plot_of_a_language_model(tmp_path, figures):
 
 def test_loss_per_token_becomes_loss_per_byte(tmp_path, figures):
     path = write(tmp_path / "metrics.jsonl", lm_rows(40))
-    report.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=4.0)
+    finish.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=4.0)
     raw, _, evaluations, reference = figures[0].axes[0].lines
     assert raw.get_ydata()[0] == pytest.approx(5.2 / 4)
     assert evaluations.get_ydata()[-1] == pytest.approx((1.3 + 4 * 40**-0.5) / 4)
@@ -117,7 +116,7 @@ def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
             row |= {f"eval/{'long' * 20}/loss": 5 * row["eval_loss"], f"eval/{'long' * 20}/accuracy": 0.5}
     path = write(tmp_path / "metrics.jsonl", rows)
     sets = {"code": 4.0, "chat": None, "long" * 20: 1.0, "not-yet": 1.0}
-    report.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=2.0, sets=sets)
+    finish.loss_plot(path, tmp_path / "loss.png", [TRIGRAM], bytes_per_token=2.0, sets=sets)
     (axes,) = figures[0].axes
     final = 1.3 + 4 * 200**-0.5
     names = [
@@ -139,7 +138,7 @@ def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
         if "eval_loss" in row:
             row |= {"eval/other/loss": 3.0, "eval/other/accuracy": 0.25}
     path = write(tmp_path / "metrics.jsonl", rows)
-    report.loss_plot(path, tmp_path / "images.png", [], sets={"other": None})
+    finish.loss_plot(path, tmp_path / "images.png", [], sets={"other": None})
     upper, lower = figures[1].axes
     assert "other 3.000" in texts(upper)
     assert "other 25.00" in texts(lower)
@@ -147,7 +146,7 @@ def test_loss_plot_has_every_evaluation_set(tmp_path, figures):
 
 def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
     path = write(tmp_path / "metrics.jsonl", vit_rows(200))
-    report.loss_plot(path, tmp_path / "loss.png", [LOGISTIC, TRIGRAM], "vit-digits")
+    finish.loss_plot(path, tmp_path / "loss.png", [LOGISTIC, TRIGRAM], "vit-digits")
     upper, lower = figures[0].axes
     assert upper.get_ylabel() == "loss (nats per image)"
     assert "trigram" not in "".join(texts(upper))
@@ -160,7 +159,7 @@ def test_loss_plot_of_an_image_model_has_its_accuracy(tmp_path, figures):
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_short_and_unevaluated_runs_are_drawn(tmp_path, figures, steps):
-    report.loss_plot(write(tmp_path / "metrics.jsonl", lm_rows(steps)), tmp_path / "loss.png", [TRIGRAM])
+    finish.loss_plot(write(tmp_path / "metrics.jsonl", lm_rows(steps)), tmp_path / "loss.png", [TRIGRAM])
     (axes,) = figures[0].axes
     assert axes.get_xscale() == "linear"
     assert texts(axes) == ["trigram counts 1.840"]
@@ -171,17 +170,17 @@ def test_a_diverged_run_is_drawn(tmp_path):
     for row in rows[100:]:
         row.update({key: float("nan") for key in ("loss", "eval_loss") if key in row})
     rows[90]["loss"] = 1e30
-    report.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "loss.png", [TRIGRAM])
+    finish.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "loss.png", [TRIGRAM])
     for row in rows:
         row.update({key: float("nan") for key in ("loss", "eval_loss") if key in row})
-    report.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "all.png", [])
+    finish.loss_plot(write(tmp_path / "metrics.jsonl", rows), tmp_path / "all.png", [])
     assert (tmp_path / "all.png").exists()
 
 
 def test_no_rows_is_an_error(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(metrics.MetricsError, match="has no rows"):
-        report.loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+        finish.loss_plot(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
 
 
 def test_smoothing_has_no_lag_and_takes_the_noise_off():
@@ -216,9 +215,7 @@ def test_margin_labels_keep_their_distance_and_stay_near():
 
 
 def picture(tmp_path, figures, images, targets, predictions, names=None):
-    picture_module.prediction_picture(
-        images, np.array(targets), np.array(predictions), names, tmp_path / "predictions.png"
-    )
+    plotting.prediction_picture(images, np.array(targets), np.array(predictions), names, tmp_path / "predictions.png")
     (axes,) = figures[-1].axes
     return axes
 
@@ -258,13 +255,13 @@ def test_all_right_says_nothing_of_frames(tmp_path, figures):
 @pytest.mark.parametrize("shape", [(0, 3, 3, 1), (4, 3, 3, 2), (4, 3, 3)])
 def test_images_of_another_shape_are_refused(tmp_path, shape):
     with pytest.raises(ValueError, match="C = 1 or 3"):
-        picture_module.prediction_picture(np.zeros(shape), np.zeros(4), np.zeros(4), None, tmp_path / "x.png")
+        plotting.prediction_picture(np.zeros(shape), np.zeros(4), np.zeros(4), None, tmp_path / "x.png")
 
 
 def summary(path, width=80, **options):
     console = Console(file=io.StringIO(), record=True, width=width)
     facts = {"model": "853,120 parameters", "preset": "mup relative to lm-proxy"}
-    report.summary(console, path, name="lm-tiny", seconds=222.0, facts=facts, **options)
+    finish.summary(console, path, name="lm-tiny", seconds=222.0, facts=facts, **options)
     return console.export_text()
 
 
@@ -302,8 +299,8 @@ def test_summary_and_picture_have_both_units(tmp_path, figures):
     path = write(tmp_path / "metrics.jsonl", lm_rows(200))
     lines = [" ".join(line.strip("│ ").split()) for line in summary(path, bytes_per_token=2.0).splitlines()]
     assert "evaluation loss 0.7914 nats/byte, 1.5828 nats/token" in lines
-    report.loss_plot(path, tmp_path / "loss.png", bytes_per_token=2.0)
-    report.loss_plot(path, tmp_path / "loss.png", bytes_per_token=1.0)
+    finish.loss_plot(path, tmp_path / "loss.png", bytes_per_token=2.0)
+    finish.loss_plot(path, tmp_path / "loss.png", bytes_per_token=1.0)
     two_scales, one_scale = (figure.axes[0] for figure in figures)
     (second,) = two_scales.child_axes
     assert (two_scales.get_ylabel(), second.get_ylabel()) == ("loss (nats per byte)", "nats per token")
@@ -341,7 +338,7 @@ def test_summary_fits_the_terminal(tmp_path, width):
 def test_summary_without_unicode(tmp_path):
     path = write(tmp_path / "metrics.jsonl", lm_rows(200))
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    report.summary(Console(file=file, width=80), path, name="a", seconds=1, facts={}, references=[TRIGRAM])
+    finish.summary(Console(file=file, width=80), path, name="a", seconds=1, facts={}, references=[TRIGRAM])
     file.flush()
     assert b"+ better by 0.2572" in file.buffer.getvalue()
 
@@ -351,7 +348,7 @@ def test_rows_written_by_the_writer_are_what_is_read(tmp_path):
         for row in lm_rows(5):
             writer.write(row)
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0]) == next(iter(lm_rows(1)))
-    report.loss_plot(writer.path, tmp_path / "loss.png")
+    finish.loss_plot(writer.path, tmp_path / "loss.png")
 
 
 @functools.cache
@@ -406,5 +403,5 @@ def test_the_next_command_is_on_one_line(width, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"step": 1, "loss": 1.0, "tokens": 5, "seconds": 1.0}) + "\n")
     out = io.StringIO()
-    report.summary(Console(file=out, width=width), path, name="run", seconds=1, facts={}, then=command)
+    finish.summary(Console(file=out, width=width), path, name="run", seconds=1, facts={}, then=command)
     assert command in out.getvalue()

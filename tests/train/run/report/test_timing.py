@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mupax.train.run.report import metrics, timing
-from mupax.train.run.report.timing import Timing, duration, quantity
+from mupax.train.run.report import metrics, progress
+from mupax.train.run.report.progress import Timing, duration, quantity
 
 pytestmark = pytest.mark.core
 
@@ -88,7 +88,7 @@ def test_compiling_is_in_the_first_row_only_and_at_the_end() -> None:
 def test_a_row_is_due_at_an_interval() -> None:
     timer, clock = session()
     assert not timer.due
-    clock.now += timing.INTERVAL_S
+    clock.now += progress.INTERVAL_S
     assert timer.due
     timer.row()
     assert not timer.due

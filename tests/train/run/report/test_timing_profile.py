@@ -12,7 +12,7 @@ import pytest
 
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, LogConfig
-from mupax.train.run.report.timing import Profile
+from mupax.train.run.report.progress import Profile
 from mupax.zoo.configs import ConfigError
 
 pytestmark = pytest.mark.core

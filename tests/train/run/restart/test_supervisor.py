@@ -13,7 +13,7 @@ import pytest
 
 from mupax.train.config import cli
 from mupax.train.config.recipes import RECIPES
-from mupax.train.run.restart import child, supervisor
+from mupax.train.run.restart import supervisor
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -140,7 +140,7 @@ def test_a_folder_that_was_refused_is_neither_written_nor_gone_on_in() -> None:
 
 def test_a_kill_for_memory_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     counts = iter((3, 4, 4, 4))
-    monkeypatch.setattr(child, "_kills_for_memory", lambda: next(counts))
+    monkeypatch.setattr(supervisor, "_kills_for_memory", lambda: next(counts))
     assert supervised("7||-9", "30||-9", most=1) == 137
     err = capfd.readouterr().err
     assert "attempt 1 ended after step 7" in err

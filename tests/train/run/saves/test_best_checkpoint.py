@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.checkpoints import saved_run, selection
+from mupax.train.checkpoints import checkpointer, saved_run
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.reuse import source
 from mupax.train.reuse.outline import opened
-from mupax.train.run import evaluate, loop
+from mupax.train.run import loop
 from mupax.train.run.restart import supervisor
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import Done, checkpoints, folder, rows, train, untrained
@@ -43,18 +43,18 @@ BEST = (
 def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
     """Evaluations measure these losses, whatever the model does; gives the steps of those that were done."""
     steps: list[int] = []
-    evaluation = evaluate.evaluation
+    evaluation = loop.evaluation
 
     def at(session: Any, report: Any, state: Any, step: int) -> None:
         steps.append(step)
         evaluation(session, report, state, step)
 
-    def measured(*_: Any, **__: Any) -> evaluate.Scores:
+    def measured(*_: Any, **__: Any) -> loop.Scores:
         accuracy = 0.5 if steps[-1] == 4 else 0.25
-        return evaluate.Scores({"loss": losses[steps[-1]], "accuracy": accuracy}, 1)
+        return loop.Scores({"loss": losses[steps[-1]], "accuracy": accuracy}, 1)
 
     patch.setattr("mupax.train.run.loop.evaluation", at)
-    patch.setattr(evaluate, "evaluate", measured)
+    patch.setattr(loop, "evaluate", measured)
     patch.setattr("mupax.train.run.loop.finish.leave", lambda *_: None)
     return steps
 
@@ -62,16 +62,16 @@ def scripted(patch: pytest.MonkeyPatch, losses: dict[int, float]) -> list[int]:
 @pytest.fixture(scope="module")
 def best_run(folder: Path) -> Done:
     """A run whose best two checkpoints are those of steps 2 and 4."""
-    bests, prune = [], selection.CheckpointFolder.prune
+    bests, prune = [], checkpointer.CheckpointFolder.prune
 
     def watched(self: Any) -> None:
-        bests.extend(selection.ranked(self.folder, "eval_loss")[:1])
+        bests.extend(checkpointer.ranked(self.folder, "eval_loss")[:1])
         prune(self)
-        bests.extend(selection.ranked(self.folder, "eval_loss")[:1])
+        bests.extend(checkpointer.ranked(self.folder, "eval_loss")[:1])
 
     with pytest.MonkeyPatch.context() as patch:
         scripted(patch, LOSSES)
-        patch.setattr(selection.CheckpointFolder, "prune", watched)
+        patch.setattr(checkpointer.CheckpointFolder, "prune", watched)
         done = train("--workdir", "kept", *BEST)
     assert done.code == 0, done.err
     # Whenever a kill comes: what is better has its evaluation on disk before anything is deleted.
@@ -81,15 +81,15 @@ def best_run(folder: Path) -> Done:
 
 def test_the_best_checkpoints_stay_beside_the_newest(best_run: Done) -> None:
     assert checkpoints("kept") == [2, 4, LAST]
-    assert selection.ranked(Path("kept/checkpoints"), "eval_loss") == [2, 4, LAST], "of equal ones the first"
-    assert selection.ranked(Path("kept/checkpoints"), "eval_accuracy") == [4, 2, LAST]
+    assert checkpointer.ranked(Path("kept/checkpoints"), "eval_loss") == [2, 4, LAST], "of equal ones the first"
+    assert checkpointer.ranked(Path("kept/checkpoints"), "eval_accuracy") == [4, 2, LAST]
 
 
 def test_control_without_it_the_newest_alone_stay(best_run: Done, monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, LOSSES)
     assert train("--workdir", "newest", *BEST[:-2]).code == 0
     assert checkpoints("newest") == [LAST]
-    assert not list(Path("newest").rglob(selection.FILE))
+    assert not list(Path("newest").rglob(checkpointer.FILE))
     with pytest.raises(WorkdirError, match=f"no checkpoint with a finite eval_loss.*There are the steps {LAST}"):
         saved_run.find(Path("newest"), "best")
 
@@ -127,13 +127,13 @@ def test_what_is_best_is_read_from_what_is_saved(
     """A kill before an evaluation was kept in its checkpoint, or a damaged file, takes no checkpoint from the best."""
     copy = tmp_path / "run"
     shutil.copytree("kept", copy)
-    file = copy / "checkpoints" / "2" / selection.FILE
+    file = copy / "checkpoints" / "2" / checkpointer.FILE
     before = file.read_text()
     if lost == "kill":
         file.unlink()
     elif lost == "damage":
         file.write_text(before.replace("3.0", "9.0"))
-    assert selection.ranked(copy / "checkpoints", "eval_loss")[0] == (2 if lost is None else 4)
+    assert checkpointer.ranked(copy / "checkpoints", "eval_loss")[0] == (2 if lost is None else 4)
     assert train("--workdir", str(copy), *BEST, "--resume").code == 0
     assert untrained == [(LAST, LAST)]
     assert file.read_text() == before

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.checkpoints import selection
+from mupax.train.checkpoints import checkpointer
 from tests.fixtures.programs import shared_programs
 from tests.train.checkpoints.test_checkpointer import Done, checkpoints, folder, train
 from tests.train.run.saves.test_best_checkpoint import LOSSES, scripted
@@ -88,7 +88,7 @@ def test_what_a_kill_left_undeleted_goes_at_the_next_save(folder: Path, monkeypa
     """A kill between a save and the deletion after it leaves the checkpoint that was to go."""
     scripted(monkeypatch, MEASURED)
     with monkeypatch.context() as patch:
-        patch.setattr(selection.CheckpointFolder, "prune", lambda self: None)
+        patch.setattr(checkpointer.CheckpointFolder, "prune", lambda self: None)
         assert train("--workdir", "killed", *ALL, *EVERY).code == 0
     assert checkpoints("killed") == [*range(1, LAST + 1)]
     assert {step for step, reason in listed(Path("killed")).items() if reason is None} == {1, 2, 4, 5}

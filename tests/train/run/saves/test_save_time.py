@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.run import save_time
+from mupax.train.run import dry_run
 
 pytestmark = pytest.mark.core
 
@@ -24,19 +24,19 @@ def leaf(shape: tuple[int, ...], *axes: str | None) -> jax.ShapeDtypeStruct:
 
 def test_every_shard_counts_once() -> None:
     state = {"split": leaf((8, 6), "fsdp"), "whole": leaf((10,)), "both": leaf((8, 4), "fsdp", "data")}
-    assert save_time.saved_bytes(state) == 4 * (48 + 10 + 32)
+    assert dry_run.saved_bytes(state) == 4 * (48 + 10 + 32)
 
 
 def test_the_speed_is_measured_where_the_workdir_will_be_and_nothing_stays(tmp_path: Path) -> None:
-    text = save_time.rows(str(tmp_path / "runs" / "new"), {"x": leaf((1000, 100))})["a save"]
+    text = dry_run.rows(str(tmp_path / "runs" / "new"), {"x": leaf((1000, 100))})["a save"]
     assert re.fullmatch(r"about \S+ s: 391 KiB from this host, as measured there now", text)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("seconds", "count"), [(14, 0), (16, 1), (59, 1), (61, 2)])
 def test_a_grace_that_is_too_short_is_named(seconds: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_time, "seconds", lambda workdir, size: seconds)
-    text = save_time.rows("run", {"x": leaf((8,))})["a save"]
+    monkeypatch.setattr(dry_run, "seconds", lambda workdir, size: seconds)
+    text = dry_run.rows("run", {"x": leaf((8,))})["a save"]
     assert text.startswith(f"about {seconds} s: 32 B from this host, as measured there now")
     assert ("Caution" in text) == (count > 0)
     named = ["30 s that a spot machine of Google Cloud leaves", "120 s that SLURM's --signal=TERM@120"]
@@ -48,7 +48,7 @@ def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Checkpoints, "publish", full)
-    text = save_time.rows(str(tmp_path), {"x": leaf((8, 8))})["a save"]
+    text = dry_run.rows(str(tmp_path), {"x": leaf((8, 8))})["a save"]
     assert "its time is unknown" in text
     assert "No space left on device" in text
     assert list(tmp_path.iterdir()) == []

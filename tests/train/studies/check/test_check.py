@@ -17,7 +17,7 @@ from mupax import presets
 from mupax.__main__ import main
 from mupax.presets import Preset, Role
 from mupax.presets.optimizers import OPTIMIZERS
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check, observables, report, theory

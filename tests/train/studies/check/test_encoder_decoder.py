@@ -16,7 +16,7 @@ import pytest
 from mupax import presets
 from mupax.__main__ import main
 from mupax.presets import ParamSpec, Preset, Rule
-from mupax.presets.power import ONE, axis
+from mupax.presets.rule import ONE, axis
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors
 from mupax.train.studies.check import check, groups, report, theory

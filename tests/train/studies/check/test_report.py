@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from mupax.train.studies.check import picture, report
+from mupax.train.studies.check import report
 from mupax.train.studies.check.judge import Finding
 from mupax.train.studies.check.theory import Expected
 
@@ -52,7 +52,7 @@ def test_intervals_and_bands_are_there_where_they_fit() -> None:
 def test_the_panels_have_a_verdict_and_what_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    picture.panels(tmp_path / "check.png", FINDINGS, [1.0, 2.0], "width / smallest", "lm-proxy under mup")
+    report.panels(tmp_path / "check.png", FINDINGS, [1.0, 2.0], "width / smallest", "lm-proxy under mup")
     (figure,) = drawn
     titles = {panel.get_title() for panel in figure.axes if panel.get_title()}
     assert titles == {
@@ -63,9 +63,7 @@ def test_the_panels_have_a_verdict_and_what_passes(tmp_path: Path, monkeypatch: 
     assert figure.get_suptitle().strip() == "lm-proxy under mup: fails"
     assert report.PASSING in figure.get_supxlabel()
     assert all(
-        picture._BAND in {patch.get_label() for patch in panel.collections}
-        for panel in figure.axes
-        if panel.get_title()
+        report._BAND in {patch.get_label() for patch in panel.collections} for panel in figure.axes if panel.get_title()
     )
 
 
@@ -74,13 +72,13 @@ def test_the_picture_has_a_row_of_every_observable_and_failures_on_top(
 ) -> None:
     drawn: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
-    picture.figure(tmp_path / "check.png", FINDINGS, "width", "lm-proxy under mup")
+    report.figure(tmp_path / "check.png", FINDINGS, "width", "lm-proxy under mup")
     (figure,) = drawn
     (panel,) = figure.axes
     labels = [label.get_text() for label in panel.get_yticklabels()]
     assert labels == ["update attention", "update query", "block.norm_gain, attention_norm"]
     colours = [label.get_color() for label in panel.get_yticklabels()]
-    assert colours == [picture._WRONG, "black", "black"]
+    assert colours == [report._WRONG, "black", "black"]
     assert "fails: 1 of 3 observables" in [text.get_text() for text in figure.texts]
     assert "+1.24 explodes" in [text.get_text() for text in panel.texts]
 

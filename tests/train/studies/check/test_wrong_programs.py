@@ -17,7 +17,7 @@ import pytest
 from mupax import presets
 from mupax.__main__ import main
 from mupax.presets import Preset
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors
 from mupax.train.studies.check import check, report, theory

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from mupax.presets import PresetError, Role
-from mupax.presets.power import axis
+from mupax.presets.rule import axis
 from mupax.train.studies.check import check, groups, theory
 from mupax.train.studies.check.theory import Expected
 from mupax.zoo.definition import Definition, definition

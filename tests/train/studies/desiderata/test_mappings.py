@@ -22,7 +22,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check
 from mupax.train.studies.check.balance import balance
-from mupax.train.studies.desiderata import command, cutting, mappings, series
+from mupax.train.studies.desiderata import command
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
 from scripts.studies import desiderata as script
@@ -64,7 +64,7 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
         params = built.initialize(seed, stds)
 
         def loss(p: Any, zeros: Any, hold: Any = lambda x: x) -> Any:
-            return cutting.forward(built.model(p, numbers.multiplier, numbers.forward), batch, zeros, hold)
+            return command.forward(built.model(p, numbers.multiplier, numbers.forward), batch, zeros, hold)
 
         zeros = jax.tree.map(jnp.zeros_like, loss(params, {})[1])
         (value, _), (gradients, signals) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, zeros)
@@ -75,7 +75,7 @@ def test_mappings_are_the_model_and_carry_what_their_weights_take_off_the_loss(m
         ]
         whole = built.apply(params, numbers.multiplier, numbers.forward, *inputs)
         plain = optax.softmax_cross_entropy_with_integer_labels(whole, batch["targets"]).mean()
-        return params, value, plain, gradients, signals, speeds, mappings.measure(built, params, numbers, batch)
+        return params, value, plain, gradients, signals, speeds, command.measure(built, params, numbers, batch)
 
     run = jax.jit(everything).lower(np.uint32(0)).compile(compiler_options=QUICKLY)
     params, value, plain, gradients, signals, speeds, measured = jax.device_get(run(np.uint32(0)))
@@ -175,7 +175,7 @@ def test_the_committed_measurement_agrees_with_theory_where_its_page_does_not_sa
 @pytest.mark.parametrize(("model", "encoder"), [("lm-proxy", False), ("ed-proxy", True)])
 def test_one_dimension_grows_alone(model, encoder) -> None:
     for dimension, axes in theory.growths(encoder=encoder).items():
-        small, large = (grown.sizes() for grown in series.grown(configs.get(model), dimension, 2))
+        small, large = (grown.sizes() for grown in command.grown(configs.get(model), dimension, 2))
         assert {axis for axis in small if large[axis] == 2 * small[axis]} == axes.keys()
         assert all(large[axis] == small[axis] for axis in small.keys() - axes.keys())
 

@@ -18,8 +18,8 @@ from mupax.train.config.run import Config
 from mupax.train.studies.forecast import points, record
 from mupax.train.studies.forecast.fitted import fitted
 from mupax.train.studies.forecast.record import ForecastError
-from mupax.train.studies.sweep.keys import key_of
 from mupax.train.studies.sweep.rows import Row, Rows
+from mupax.train.studies.sweep.sweep import key_of
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.train.studies.transfer.flags import Transfer
 from mupax.zoo import flops

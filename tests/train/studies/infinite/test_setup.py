@@ -16,7 +16,7 @@ from mupax.presets.infinite.stack import Stack
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.core.program import assemble
-from mupax.train.studies.infinite import setup
+from mupax.train.studies.infinite import command
 from mupax.zoo.configs import ConfigError
 
 IMAGES, STEPS = 3, 4
@@ -37,8 +37,8 @@ def test_a_step_of_the_limit_is_our_own_step() -> None:
     rng = np.random.default_rng(0)
     images = rng.standard_normal((IMAGES, 4, 4, 1)).astype(np.float32)
     targets = np.array([1, 7, 7], np.int32)
-    stack = Stack(setup.numbers(run), positions=4, patch=4, classes=10, rng=rng)
-    limit_steps = [stack.step(setup.patches(images, 2), targets) for _ in range(STEPS)]
+    stack = Stack(command.numbers(run), positions=4, patch=4, classes=10, rng=rng)
+    limit_steps = [stack.step(command.patches(images, 2), targets) for _ in range(STEPS)]
 
     program = assemble(run, jax.devices()[:1])
     params = {name: np.zeros(leaf.shape, np.float32) for name, leaf in program.abstract.params.items()}
@@ -48,7 +48,7 @@ def test_a_step_of_the_limit_is_our_own_step() -> None:
         for name in BLOCK:
             weight = block.weights[name]
             start = transposed(weight.std * weight.dice.matrix()[0])  # [in, out]
-            params[setup.PATHS[name]][layer] = start.reshape(params[setup.PATHS[name]].shape[1:])
+            params[command.PATHS[name]][layer] = start.reshape(params[command.PATHS[name]].shape[1:])
     multiplier = program.inputs.factors.multiplier
     params = {
         n: jnp.asarray(w / multiplier[n].reshape(-1, *[1] * (w.ndim - 1)) if multiplier[n].ndim else w / multiplier[n])
@@ -84,12 +84,12 @@ def test_what_has_no_limit_here_is_said(changes: dict, words: str) -> None:
         optimizer=dataclasses.replace(run.optimizer, name=changes.get("optimizer", "sgd")),
     )
     with pytest.raises(ConfigError, match=words):
-        setup.numbers(run)
+        command.numbers(run)
 
 
 def test_more_directions_than_are_worth_recording_are_refused_with_what_fits() -> None:
-    run = setup.with_heads(config(), 80)
-    assert setup.check_rank(run, 2) == (STEPS + 1) * 2 * 4
+    run = command.with_heads(config(), 80)
+    assert command.check_rank(run, 2) == (STEPS + 1) * 2 * 4
     with pytest.raises(ConfigError, match=re.escape("60 directions")) as refused:
-        setup.check_rank(run, 3)
+        command.check_rank(run, 3)
     assert "--heads 120, or --steps 2, or --images 2" in str(refused.value)

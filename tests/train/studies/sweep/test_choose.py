@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from mupax.train.studies.sweep import choose, sweep, work
+from mupax.train.studies.sweep import sweep, work
 from mupax.train.studies.sweep import trainer as sweep_pack
 from mupax.train.studies.sweep.rows import Row
 from tests.train.studies.sweep.test_sweep import RATES, STEPS, Noted, config_of, data_of, points
@@ -38,7 +38,7 @@ def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch)
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], cores: int = 8) -> None:
     """Trials find these seconds per pack of (points at once, packs side by side)."""
     monkeypatch.setattr(
-        choose.Chooser, "_seconds", lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent]
+        sweep.Chooser, "_seconds", lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent]
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
 
@@ -46,7 +46,7 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float]
 def test_a_trial_says_what_is_faster(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {(1, 1): 0.01, (4, 1): 0.02}
     timed(monkeypatch, seconds, cores=1)
-    monkeypatch.setattr(choose, "PAYS", 0)
+    monkeypatch.setattr(sweep, "PAYS", 0)
     notes: list[str] = []
     rows = sweep.run(points(config_of(text)), tmp_path / "a", evaluated=False, watcher=Noted(notes))
     assert {row.how for row in rows} == {"together"}
@@ -69,7 +69,7 @@ def test_together_a_later_round_of_fewer_points_compiles_nothing_until_half_a_pa
         return sweep_pack.Trainer(program, count, nothing, nothing, nothing, None, 0)
 
     monkeypatch.setattr(sweep_pack, "trainer", trainer)
-    chooser = choose.Chooser("together", sweep_pack.Batches(), False)
+    chooser = sweep.Chooser("together", sweep_pack.Batches(), False)
     counts = [chooser.trainer("key", programs[:count], lambda text: None).count for count in (8, 5, 8, 4, 3, 2)]
     assert counts == [8, 8, 8, 8, 3, 3]
     assert compiled == [8, 3]
@@ -214,7 +214,7 @@ def test_a_trial_times_real_steps_and_says_what_went_wrong(
 
 def test_later_rounds_keep_what_the_trial_found(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed(monkeypatch, {(1, 1): 0.01, (2, 1): 0.002}, cores=1)
-    monkeypatch.setattr(choose, "PAYS", 0)
+    monkeypatch.setattr(sweep, "PAYS", 0)
     monkeypatch.setattr(sweep_pack, "fitting", lambda program, count, *rest: min(count, 2))
     engine = sweep.Sweep(tmp_path, evaluated=False)
     hows = [[row.how for row in engine.run(points(config_of(text), rates))] for rates in (RATES, (2.0**-6, 2.0**-5))]

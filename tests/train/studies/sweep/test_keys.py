@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from mupax.train.config.recipes import RECIPES
-from mupax.train.studies.sweep.keys import key_of
+from mupax.train.studies.sweep.sweep import key_of
 
 NAMES = {
     "lm-tiny": "1dd3b540d82cc580",
@@ -26,7 +26,7 @@ NAMES = {
 @pytest.mark.core
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_run_is_named_as_its_row_on_disk_is(recipe: str) -> None:
-    """A new field takes another name only where it has another value than before: or every study trains again (`keys.py`)."""
+    """A new field takes another name only where it has another value than before: or every study trains again (`sweep.py`)."""
     assert key_of(RECIPES[recipe](), "data") == NAMES[recipe]
 
 

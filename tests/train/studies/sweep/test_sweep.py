@@ -18,7 +18,7 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.train.checkpoints.folder import CheckpointFolder
-from mupax.train.checkpoints.manifest import Manifest
+from mupax.train.checkpoints.layout import Manifest
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program

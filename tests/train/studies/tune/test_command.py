@@ -17,7 +17,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import sweep
 from mupax.train.studies.tune import over
-from mupax.train.studies.tune.board import Board
+from mupax.train.studies.tune.report import Board
 from mupax.train.studies.tune.search import Limits, Search
 from tests.train.studies.sweep.test_sweep import COMMAND, text
 

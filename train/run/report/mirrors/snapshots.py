@@ -16,7 +16,7 @@ from mupax.train.core.program import Program
 from mupax.train.core.state import Batch, StepInputs, TrainState
 from mupax.train.core.step import logits_of
 from mupax.train.data import Data
-from mupax.train.run.report.mirrors.tags import Histogram, Media
+from mupax.train.run.report.mirrors.trackers import Histogram, Media
 from mupax.zoo.definition import Arrays
 
 _PARTS = 64

@@ -15,7 +15,7 @@ from PIL import Image
 from mupax.__main__ import main
 from mupax.train.checkpoints import saved_run
 from mupax.train.config import cli
-from mupax.train.core import compile
+from mupax.train.core import step as core_step
 from mupax.train.core.program import assemble
 from mupax.train.data import load
 from mupax.train.run.report import metrics
@@ -51,13 +51,13 @@ def shown(folder: Path) -> dict[tuple[str, int], Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with both, none of whose programs is traced twice."""
     folder, builds = tmp_path_factory.mktemp("media") / "run", []
-    make = compile.make_train_step
+    make = core_step.make_train_step
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((snapshots, "_predicted"), (snapshots, "_spread")):
             once = chex.assert_max_traces(getattr(owner, name), n=1)
             patch.setattr(owner, name, once)
         patch.setattr(
-            compile, "make_train_step", lambda *a: (builds.append(0), chex.assert_max_traces(make(*a), n=1))[1]
+            core_step, "make_train_step", lambda *a: (builds.append(0), chex.assert_max_traces(make(*a), n=1))[1]
         )
         assert main(["train", *DIGITS, str(folder), "--log.images", str(SHOWN), "--log.histograms"]) == 0
     assert len(builds) == 1

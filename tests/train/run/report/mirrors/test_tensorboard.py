@@ -10,7 +10,7 @@ def test_tensorboard_is_imported_without_what_it_takes_for_tensors_and_buckets(t
     for name in ("torch", "boto3"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('loaded')")
     program = (
-        "import pathlib, sys; sys.path[:0] = sys.argv[1:]; from mupax.train.run.report.mirrors.tensorboard import TensorBoard; "
+        "import pathlib, sys; sys.path[:0] = sys.argv[1:]; from mupax.train.run.report.mirrors.trackers import TensorBoard; "
         "board = TensorBoard(pathlib.Path(sys.argv[1]), None); board.write({'step': 1, 'loss': 0.5}, 0.0); board.close(); "
         "sys.exit(', '.join({'torch', 'boto3', 'google.cloud.storage', 'jax', 'matplotlib'} & set(sys.modules)) or 0)"
     )
