@@ -19,7 +19,7 @@ from mupax.train.reuse import pretrained, runs
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling
-from mupax.train.reuse.serve.writing import StreamingText, answer_end
+from mupax.train.reuse.generate.writing import StreamingText, answer_end
 
 _ANSWER_SHARE = 4
 """The context keeps 1 / 4 of its tokens free for an answer, unless --tokens asks for fewer."""

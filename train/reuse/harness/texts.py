@@ -16,7 +16,7 @@ from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import Sampling
 from mupax.train.reuse.huggingface import tokenizer_files
-from mupax.train.reuse.serve.writing import StreamingText
+from mupax.train.reuse.generate.writing import StreamingText
 
 BATCH = 8
 """Texts that are read at once."""

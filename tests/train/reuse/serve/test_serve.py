@@ -31,7 +31,7 @@ from mupax.train.reuse.serve import command, worker
 from mupax.train.reuse.serve.fields import request as requested
 from mupax.train.reuse.serve.server import Server, is_local
 from mupax.train.reuse.serve.service import Probabilities
-from mupax.train.reuse.serve.writing import AnswerEnd, StreamingText
+from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.source import Source
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
