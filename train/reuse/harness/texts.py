@@ -15,8 +15,8 @@ from mupax.train.reuse import runs
 from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import Sampling
-from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.generate.writing import StreamingText
+from mupax.train.reuse.huggingface import tokenizer_files
 
 BATCH = 8
 """Texts that are read at once."""

@@ -25,9 +25,9 @@ from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator, Scores
 from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.generate.slots import Text
+from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText, answer_end
 from mupax.train.reuse.serve.fields import LARGEST_SEED, LONGEST, MOST_LIKELY, ApiError, Request
 from mupax.train.reuse.serve.worker import BusyError, Event, Job, Progress, Scored, ScoreJob, Worker, WorkerError
-from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText, answer_end
 
 RETRY_S = 5
 """What a client is told to wait where there is no room for its request."""

@@ -25,13 +25,13 @@ from mupax.train.config.run import PresetConfig
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse.generate.decode import Scores
 from mupax.train.reuse.generate.sampling import Sampling
+from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.serve import command, worker
 from mupax.train.reuse.serve.fields import request as requested
 from mupax.train.reuse.serve.server import Server, is_local
 from mupax.train.reuse.serve.service import Probabilities
-from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText
 from mupax.train.reuse.source import Source
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
