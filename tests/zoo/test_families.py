@@ -170,7 +170,7 @@ def test_what_needs_a_transformer_says_so() -> None:
     "words", [["presets", "table", "mup", "--model", "lm-tiny"], ["models", "describe", "lm-tiny"]]
 )
 def test_a_declaration_is_read_without_jax(words: list[str]) -> None:
-    code = f"import sys; from mupax.{words[0]}.__main__ import main; main({words[1:]}); print({{'jax', 'flax'}} & set(sys.modules))"
+    code = f"import sys; from mupax.commands import dispatch; dispatch.run({words}); print({{'jax', 'flax'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "readout" in done.stdout
     assert done.stdout.splitlines()[-1] == "set()"
