@@ -78,7 +78,6 @@ PAPERS: Mapping[str, Paper] = {
     "2407.17465": Paper("Blake et al.", "u-muP"),
     "2409.19913": Paper("Bjorck et al."),
     "2410.10989": Paper("Hsu et al."),
-    "2411.02853": Paper("Taniguchi et al.", "ADOPT"),
     "2501.18965": Paper("Schaipp et al."),
     "2502.16982": Paper("Liu et al.", "Moonlight"),
     "2503.04715": Paper("Li et al.", "Step Law"),
