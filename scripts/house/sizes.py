@@ -63,7 +63,7 @@ _NO_CODE = frozenset(
 _F_START = getattr(token, "FSTRING_START", -1)
 _F_END = getattr(token, "FSTRING_END", -1)
 _PIN = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==", re.MULTILINE)
-_ENTRY = re.compile(r"^ *│? *(--[a-z][a-z0-9.-]*)", re.MULTILINE)
+_ENTRY = re.compile(r"^ *│? *(--[a-z](?:[a-z0-9.-]*[a-z0-9])?)(?![\w.*-])", re.MULTILINE)
 """A flag that begins a line of help, inside of a box or not."""
 _LISTED = re.compile(r"^  ([a-z][a-z0-9-]*)(?:  +\S.*)?$")
 """A word that a help page lists, with its description."""

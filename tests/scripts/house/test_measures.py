@@ -80,7 +80,7 @@ def test_help_is_read_by_its_lists() -> None:
         "`mupax` and more.\n  no  x\n"
     )
     assert sizes.listed_commands(page) == ["train", "data"]
-    box = "╭─ a ─╮\n│ -h, --help     │\n│ --b.c N, --c N │\n│      see --d   │\n│ --help │\n╰────╯\n  --e  plain\n"
+    box = "╭─ a ─╮\n│ -h, --help     │\n│ --b.c N, --c N │\n│      see --d   │\n│      --f.* change it │\n│ --help │\n╰────╯\n  --e  plain\n"
     assert sizes.listed_flags(box) == {"--b.c", "--e"}
 
 
