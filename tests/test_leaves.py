@@ -207,7 +207,7 @@ def test_the_table_of_the_page_is_that_of_the_leaves() -> None:
         ("train/core/planted.py", "from mupax.zoo.experts import layer"),
         ("train/core/planted.py", "def f():\n    from mupax.train.studies.sweep import rows"),
         ("train/studies/sweep/planted.py", "from mupax.train.studies.transfer import study"),
-        ("train/studies/check/planted.py", "def f():\n    from mupax.train.studies.desiderata import series"),
+        ("train/studies/check/planted.py", "def f():\n    from mupax.train.studies.desiderata import command"),
         ("zoo/lora/planted.py", "from mupax.zoo.experts import layer"),
     ],
 )

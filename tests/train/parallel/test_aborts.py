@@ -14,12 +14,12 @@ pytestmark = pytest.mark.core
 ROOT = Path(__file__).resolve().parents[3]
 ABORTED = """
 import os, socket, sys
-from mupax.train.parallel import aborts
+from mupax.train.parallel import distributed
 here = socket.create_server(("localhost", 0))
 address = f"localhost:{here.getsockname()[1]}"
 if sys.argv[1] == "gone":
     here.close()
-aborts.listen(address, lambda reason: print("told", reason, flush=True))
+distributed.listen(address, lambda reason: print("told", reason, flush=True))
 os.abort()
 """
 

@@ -31,13 +31,13 @@ Capture = pytest.CaptureFixture[str]
 KILLED = """
 import os, signal, sys
 from mupax.train.__main__ import main
-from mupax.train.checkpoints import manifest
+from mupax.train.checkpoints import layout
 
-write = manifest.write
+write = layout.write
 def killed_between_arrays_and_manifest(folder, content):
     os.kill(os.getpid(), signal.SIGKILL) if content.step == 4 else write(folder, content)
 
-manifest.write = killed_between_arrays_and_manifest
+layout.write = killed_between_arrays_and_manifest
 main(sys.argv[1:])
 """
 
