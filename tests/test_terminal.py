@@ -54,7 +54,7 @@ def test_no_word_breaks_at_80_columns_and_no_line_in_a_pipe(
     monkeypatch.setenv("TERM", "xterm")
     narrow = printed(words, capsys)
     assert [line for line in narrow.splitlines() if len(line) > 80] == []
-    assert set(piped.split()) == set(narrow.split())
+    assert set(piped.split()) == set(narrow.split()) - {"\\"}  # after which a long command goes on
     assert "…" not in piped
     monkeypatch.setenv("COLUMNS", "400")
     assert [line.rstrip() for line in printed(words, capsys).splitlines()] == [

@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     rows = _checkpoints(args.workdir, record.get("run"), verify=args.verify)
     metric = _best_metric(record["config"])
     _add_metrics(rows, args.workdir, metric)
-    _add_reasons(rows, args.workdir, record)
+    _add_reasons(rows, record)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
@@ -214,20 +214,18 @@ def _add_metrics(rows: list[dict[str, Any]], workdir: Path, metric: str) -> None
         rows[min(finite)[2]]["best"] = True
 
 
-def _add_reasons(rows: list[dict[str, Any]], workdir: Path, record: Mapping[str, Any]) -> None:
+def _add_reasons(rows: list[dict[str, Any]], record: Mapping[str, Any]) -> None:
     """Give every entry the reason for which it stays as `stays_as`; None where it has none.
 
     Args:
-        rows: entries of `_checkpoints`; changed in place.
-        workdir: folder of the run.
-        record: content of its config.json.
+        rows: entries of `_checkpoints` with their `metrics`, which are those of metrics.jsonl where a checkpoint has lost its
+            own: the run puts them back when it goes on. Changed in place.
+        record: content of the run's config.json.
     """
-    from mupax.train.checkpoints import checkpointer
     from mupax.train.config import sections
 
-    counting = {row["step"]: workdir / row["path"] for row in rows if _counts(row)}
-    measured = {step: checkpointer.read(path) for step, path in counting.items()}
-    reasons = sections.staying(sorted(counting), measured, sections.run_parts(record))
+    measured = {row["step"]: row["metrics"] for row in rows if _counts(row)}
+    reasons = sections.staying(sorted(measured), measured, sections.run_parts(record))
     for row in rows:
         row["stays_as"] = reasons.get(row["step"]) if _counts(row) else None
 

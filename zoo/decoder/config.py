@@ -14,6 +14,7 @@ from mupax.zoo.families import ConfigError, TokenModel
 from mupax.zoo.transformer import RopeScaling, Sight, TransformerConfig
 
 _ROTARY = {"model.positions": "rotary"}
+_WINDOWED = {**_ROTARY, "model.window": 5}
 _LLAMA3 = {**_ROTARY, "model.rope_scaling": "llama3", "model.rope_original_len": 16}
 """Fields that those of rotary positions need."""
 
@@ -47,7 +48,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
     """Positions that a query sees, its own and those before it (sliding window); all before it unless given."""
     full_every: Annotated[int | None, Affects("model", 2, given={"model.window": 5})] = None
     """Every so-many-th block has no window; each has it unless given."""
-    window_theta: Annotated[float | None, Affects("model", 7.0, given={**_ROTARY, "model.window": 5})] = None
+    window_theta: Annotated[float | None, Affects("model", 7.0, given=_WINDOWED)] = None
     """Base wavelength of rotary positions in blocks with a window, whose frequencies are not scaled; as in the others unless given."""
     post_norm: Annotated[bool, Affects("model", True)] = False
     """Normalize what each branch writes, too, with a gain (Gemma 2)."""
