@@ -283,7 +283,7 @@ def test_the_memory_model_prices_what_attention_keeps(
 ) -> None:
     # Two rows of 128 positions on a device, five layers, two heads of 12: outputs in the kernel's type, the softmax's norms in float32.
     if kernel != "tiles":
-        monkeypatch.setattr(memory, "tiled", lambda *_: False)
+        monkeypatch.setattr(memory, "tiled", lambda *_, **__: False)
         monkeypatch.setattr(memory, "chosen", lambda *_, **__: kernel)
 
     def saved(remat: str) -> int:
