@@ -308,7 +308,7 @@ def run_config(run_record: Mapping[str, Any]) -> Config:
         run_record: content of its config.json, which may be a stranger's.
 
     Raises:
-        PluginError: a module that is needed and that this account may not import (`mupax.train.config.plugins.restore`).
+        PluginError: a module that is needed and that this account may not import (`restore`).
         ConfigError: as `from_json`.
     """
     if "plugins" in run_record:

@@ -424,7 +424,7 @@ def _count(chips: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plans and prints: 0, or 1 where the run does not fit the chips; raises as `mupax.train.studies.plan.run.run_of`.
+    """Plans and prints: 0, or 1 where the run does not fit the chips; raises as `run_of`.
 
     Args:
         argv: the words after `plan`; `score` as the first hands the others to `mupax.train.studies.plan.score`.
