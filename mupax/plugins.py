@@ -2,8 +2,6 @@
 
 Importing a module runs its code. A run records the modules that it needs, but a record may be a stranger's. So a folder of
 the user's own, outside every run, remembers which runs were trained on this account and where their modules lie.
-
-A `Table` imports a function when it is looked up: what a run does not name, it does not load.
 """
 
 from __future__ import annotations
@@ -15,42 +13,18 @@ import json
 import os
 import sys
 import traceback
-from collections import UserDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from mupax import disk
 from mupax.errors import MupaxError
 from mupax.paths import user_folder
 
-T = TypeVar("T")
-
 FLAG = "--plugin"
 _importing: list[str] = []
 """Modules whose import is under way, the innermost last."""
-
-
-class Table(UserDict[str, T]):
-    """Names to objects, of which an entry says where it is; one set later may be the object itself.
-
-    Args:
-        package: whose modules the entries name.
-        places: name to MODULE:OBJECT.
-    """
-
-    def __init__(self, package: str, places: Mapping[str, str]) -> None:
-        super().__init__()
-        self._package = package
-        self.data.update(places)  # pyright: ignore[reportArgumentType, reportCallIssue]
-
-    def __getitem__(self, name: str) -> T:
-        entry = self.data[name]
-        if isinstance(entry, str):
-            module, _, attribute = entry.partition(":")
-            self.data[name] = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
-        return self.data[name]
 
 
 class PluginError(MupaxError):

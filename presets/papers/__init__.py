@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from mupax.plugins import Table
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
+from mupax.table import Table
 
 PRESETS: Table[Callable[..., Preset]] = Table(
     __name__,

@@ -64,7 +64,7 @@ def test_describe_as_json_is_the_built_model(name: str, capsys: pytest.CaptureFi
     ("argv", "message"),
     [
         (["describe", "gpt3"], "did you mean gpt2"),
-        (["describe"], "this needs NAME"),
+        (["describe"], "this needs MODEL|RECIPE|FILE"),
         (["describe", "gpt2", "lm-tiny"], "nothing takes the word 'lm-tiny'"),
         (["describ", "gpt2"], "did you mean describe?"),
         (["gpt2"], "mupax models describe gpt2"),

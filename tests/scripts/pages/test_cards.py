@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from mupax import spellings
 from mupax.presets.tuned import find
 from scripts.pages import cards
 
@@ -18,7 +19,7 @@ def test_every_tuned_preset_has_a_card_that_begins_with_its_evidence() -> None:
         preset = find.load(path)
         (verdict,) = re.findall(rf"^## {re.escape(preset.use)}\n\n\*\*([^*]+)\.\*\*", text, re.MULTILINE)
         assert verdict.lower() == preset.evidence
-        assert preset.provenance["command"] in text
+        assert spellings.current(preset.provenance["command"]) in text
 
 
 def test_anchors_of_the_table_are_those_of_its_headings() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mupax.plugins import Table
+from mupax.table import Table
 from mupax.train.config.run import Config
 
 RECIPES: Table[Callable[[], Config]] = Table(
