@@ -23,7 +23,7 @@ from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo import manual, partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Definition, define, definition
-from mupax.zoo.layers.linear import Reading
+from mupax.zoo.layers.linear import ReadoutInputs
 from mupax.zoo.layers.stack import residual_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
@@ -102,10 +102,10 @@ class Gathered(Mixer):
 
     layout: Layout = ONE_DEVICE
 
-    def reading(self, images_BHWC: jax.Array) -> Reading:
+    def reading(self, images_BHWC: jax.Array) -> ReadoutInputs:
         h_BPD = self.embed(images_BHWC)
         h_BPD = residual_stack(self.block, h_BPD, self.config.depth, self.config.compute, layout=self.layout)
-        return Reading(jnp.mean(self.norm(h_BPD), axis=1), self.readout[...])
+        return ReadoutInputs(jnp.mean(self.norm(h_BPD), axis=1), self.readout[...])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

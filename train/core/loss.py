@@ -26,7 +26,7 @@ import optax
 from mupax.train.config.metrics import NO_METRICS, Metric, TokenStatistics
 from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo.families import CrossEntropy
-from mupax.zoo.layers.linear import Reading
+from mupax.zoo.layers.linear import ReadoutInputs
 from mupax.zoo.partition import ONE_DEVICE, Axes, Layout
 
 CHUNK_LOGITS = {"cpu": 2**21, "gpu": 2**27, "tpu": 2**27}
@@ -169,12 +169,12 @@ def options(work: Work) -> list[Way]:
 
 
 def cross_entropy(
-    reading: Reading,
+    reading: ReadoutInputs,
     targets: jax.Array,
     weights: jax.Array,
     *,
     how: CrossEntropy = "auto",
-    reference: Reading | None = None,
+    reference: ReadoutInputs | None = None,
     labels: jax.Array | None = None,
     z_loss: jax.Array | None = None,
     metrics: Mapping[str, Metric] = NO_METRICS,
@@ -261,8 +261,8 @@ def token_statistics(
 class LossInputs(NamedTuple):
     """Arrays that `cross_entropy` works on: of all devices, or the part of one."""
 
-    reading: Reading
-    reference: Reading | None
+    readout_inputs: ReadoutInputs
+    reference: ReadoutInputs | None
     targets: jax.Array
     weights: jax.Array
     z_loss: jax.Array | None
@@ -301,7 +301,7 @@ class _Plan:
         return self.work.rows
 
 
-def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str], layout: Layout) -> _Plan:
+def _plan(reading: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], layout: Layout) -> _Plan:
     width, vocab = reading.features.shape[-1], reading.weight.shape[1]
     # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
     tokens = tuple(
@@ -317,38 +317,38 @@ def _plan(reading: Reading, targets: jax.Array, axes: tuple[str, str], layout: L
     return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.names(column))
 
 
-def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[LossSums, Reading | None]:
+def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[LossSums, ReadoutInputs | None]:
     """Return the sums and the gradients of the loss, of all devices. Every array is given and returned whole."""
     if plan.by_vocab:
         from mupax.train.core.cross_entropy.vocabulary import on_one
     else:
         from mupax.train.core.cross_entropy.chunks import on_one
 
-    def local(inputs: LossInputs) -> tuple[LossSums, Reading | None]:
+    def local(inputs: LossInputs) -> tuple[LossSums, ReadoutInputs | None]:
         return on_one(plan, inputs, with_grads)
 
-    inputs = inputs._replace(reading=_in_product_type(inputs.reading))
+    inputs = inputs._replace(reading=_in_product_type(inputs.readout_inputs))
     if inputs.reference is not None:
         inputs = inputs._replace(reference=_in_product_type(inputs.reference))
     token_axes: Any = plan.tokens
     scalar_axes: Any = ()
     input_axes = LossInputs(
-        reading=_axes_of(plan, inputs.reading),
+        readout_inputs=_axes_of(plan, inputs.readout_inputs),
         reference=None if inputs.reference is None else _axes_of(plan, inputs.reference),
         targets=token_axes,
         weights=token_axes,
         z_loss=None if inputs.z_loss is None else scalar_axes,
     )
     sums_axes = jax.tree.map(lambda _: (), no_sums(plan.metrics, inputs.z_loss))
-    grads_axes = input_axes.reading._replace(cap=None) if with_grads else None
+    grads_axes = input_axes.readout_inputs._replace(cap=None) if with_grads else None
     return plan.layout.local(local, (input_axes,), (sums_axes, grads_axes))(inputs)
 
 
-def _in_product_type(reading: Reading) -> Reading:
+def _in_product_type(reading: ReadoutInputs) -> ReadoutInputs:
     return reading._replace(weight=reading.weight.astype(reading.features.dtype))
 
 
-def _axes_of(plan: _Plan, reading: Reading) -> Any:
+def _axes_of(plan: _Plan, reading: ReadoutInputs) -> Any:
     """Return the logical axes of every array that a reading has, as a `Reading`."""
     axes = {
         "features": (*plan.tokens, None),
@@ -358,8 +358,8 @@ def _axes_of(plan: _Plan, reading: Reading) -> Any:
         "cap": (),
     }
     present = {name: axes[name] for name, array in reading._asdict().items() if array is not None}
-    absent = dict.fromkeys(Reading._fields)
-    return Reading(**{**absent, **present})
+    absent = dict.fromkeys(ReadoutInputs._fields)
+    return ReadoutInputs(**{**absent, **present})
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -368,16 +368,16 @@ def _in_parts(plan: _Plan, inputs: LossInputs) -> LossSums:
     return sums
 
 
-def _forward(plan: _Plan, inputs: LossInputs) -> tuple[LossSums, Reading]:
+def _forward(plan: _Plan, inputs: LossInputs) -> tuple[LossSums, ReadoutInputs]:
     sums, grads = _on_devices(plan, inputs, with_grads=True)
     assert grads is not None
     # Of the types of the arrays that they are the gradients of: the weight was cast to the products' type before.
-    cast = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, inputs.reading._replace(cap=None))
-    no_slope = None if inputs.reading.cap is None else jnp.zeros_like(inputs.reading.cap)
+    cast = jax.tree.map(lambda grad, x: grad.astype(x.dtype), grads, inputs.readout_inputs._replace(cap=None))
+    no_slope = None if inputs.readout_inputs.cap is None else jnp.zeros_like(inputs.readout_inputs.cap)
     return sums, cast._replace(cap=no_slope)
 
 
-def _backward(plan: _Plan, grads: Reading, cotangent: LossSums) -> tuple[LossInputs]:
+def _backward(plan: _Plan, grads: ReadoutInputs, cotangent: LossSums) -> tuple[LossInputs]:
     of_reading = jax.tree.map(lambda grad: (cotangent.loss * grad).astype(grad.dtype), grads)
     return (LossInputs(of_reading, reference=None, targets=None, weights=None, z_loss=None),)  # pyright: ignore[reportArgumentType]
 

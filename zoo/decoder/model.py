@@ -13,7 +13,7 @@ from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
-from mupax.zoo.layers.linear import Norm, Reading
+from mupax.zoo.layers.linear import Norm, ReadoutInputs
 from mupax.zoo.layers.stack import over_layers, routed_stack, runs_as_scan
 from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
@@ -61,7 +61,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> jax.Array:
-        return self.reading(tokens_BT, segments, positions).logits(self.layout)
+        return self.readout_inputs(tokens_BT, segments, positions).logits(self.layout)
 
     def cached(self, tokens_BT: jax.Array, cache: Cache, *, fresh: bool = False) -> tuple[jax.Array, Cache]:
         """The residual stream's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
@@ -90,9 +90,9 @@ class Decoder(nnx.Module):
                 (h_BTD, cache), _ = layer((h_BTD, cache), (index, state), index)
         return h_BTD, cache._replace(length=cache.length + tokens_BT.shape[1])
 
-    def reading(
+    def readout_inputs(
         self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
-    ) -> Reading:
+    ) -> ReadoutInputs:
         """What logits are made of.
 
         Args:
@@ -127,12 +127,12 @@ class Decoder(nnx.Module):
         """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""
         return self._reading(h_BTD).logits(self.layout)
 
-    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
+    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
         bias = None if self.readout_bias is None else self.readout_bias[...]
         cap = None if self.config.logit_softcap is None else jnp.float32(self.config.logit_softcap)
         if self.readout is not None:
-            return Reading(self.norm(h_BTD), self.readout[...], bias=bias, cap=cap, routing=routing)
+            return ReadoutInputs(self.norm(h_BTD), self.readout[...], bias=bias, cap=cap, routing=routing)
         assert self.tied_readout is not None
-        return Reading(
+        return ReadoutInputs(
             self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...], bias=bias, cap=cap, routing=routing
         )

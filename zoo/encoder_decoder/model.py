@@ -16,7 +16,7 @@ from flax import nnx
 from mupax.zoo.definition import Init
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.layers.block import MLP, Attention
-from mupax.zoo.layers.linear import Norm, Reading, biased, project
+from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
 from mupax.zoo.layers.masked import attend
 from mupax.zoo.layers.stack import residual_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
@@ -335,9 +335,9 @@ class EncoderDecoder(Ends):
             input_mask: int32 [B, S], 0 at padding.
             decoder_inputs: int32 [B, T], the targets shifted right.
         """
-        return self.reading(inputs, input_mask, decoder_inputs).logits(self.layout)
+        return self.readout_inputs(inputs, input_mask, decoder_inputs).logits(self.layout)
 
-    def reading(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> Reading:
+    def readout_inputs(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> ReadoutInputs:
         """The same as a `Reading`.
 
         Args:
@@ -415,8 +415,8 @@ class EncoderDecoder(Ends):
         """The decoder's last layer, [B, T, D], to float32 logits [B, T, V]."""
         return self._reading(h_BTD).logits(self.layout)
 
-    def _reading(self, h_BTD: jax.Array) -> Reading:
+    def _reading(self, h_BTD: jax.Array) -> ReadoutInputs:
         if self.readout is not None:
-            return Reading(self.norm(h_BTD), self.readout[...])
+            return ReadoutInputs(self.norm(h_BTD), self.readout[...])
         assert self.tied_readout is not None
-        return Reading(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...])
+        return ReadoutInputs(self.norm(h_BTD), self.token[...].T, scale=self.tied_readout[...])

@@ -118,7 +118,7 @@ def softcapped(logits: jax.Array, cap: jax.Array | float | None) -> jax.Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-class Reading(NamedTuple):
+class ReadoutInputs(NamedTuple):
     """What logits are made of, apart so that a loss may compute them in parts: scale * features @ weight + bias, in float32, capped."""
 
     features: jax.Array

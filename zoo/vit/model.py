@@ -13,7 +13,7 @@ from flax import nnx
 
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
-from mupax.zoo.layers.linear import Norm, Reading, biased, project
+from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
 from mupax.zoo.layers.stack import routed_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.vit.config import Convolution, ViTConfig
@@ -70,9 +70,9 @@ class ViT(nnx.Module):
         return biased(h_BPD, self.patch_bias)
 
     def __call__(self, images_BHWC: jax.Array) -> jax.Array:
-        return self.reading(images_BHWC).logits(self.layout)
+        return self.readout_inputs(images_BHWC).logits(self.layout)
 
-    def reading(self, images_BHWC: jax.Array, scales: jax.Array | None = None) -> Reading:
+    def readout_inputs(self, images_BHWC: jax.Array, scales: jax.Array | None = None) -> ReadoutInputs:
         """What the readout is taken of.
 
         Args:
@@ -92,7 +92,7 @@ class ViT(nnx.Module):
     def read(self, h_BTD: jax.Array) -> jax.Array:
         return self._reading(h_BTD).logits(self.layout)
 
-    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> Reading:
+    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
         features_BD, weight = self._pooled(self.norm(h_BTD)), self.readout[...]
         if self.pre_logits is not None:
             w = self.pre_logits[...]
@@ -100,7 +100,7 @@ class ViT(nnx.Module):
             y_BD = biased(y_BD, self.pre_logits_bias)
             features_BD = jnp.tanh(y_BD)
         bias = None if self.readout_bias is None else self.readout_bias[...]
-        return Reading(features_BD, weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing)
+        return ReadoutInputs(features_BD, weight.reshape(-1, weight.shape[-1]), bias=bias, routing=routing)
 
     def _pooled(self, h_BTD: jax.Array) -> jax.Array:
         """What the classifier reads, [B, D], or [B, 2 D] of both vectors."""

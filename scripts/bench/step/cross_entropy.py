@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mupax.train.core.loss import cross_entropy
-from mupax.zoo.layers.linear import Reading
+from mupax.zoo.layers.linear import ReadoutInputs
 from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
 
 
@@ -29,7 +29,7 @@ def measure(tokens: int, width: int, vocab: int, dtype: str, rounds: int) -> dic
     for how in ("chunked", "plain"):
 
         def total(features: jax.Array, weight: jax.Array, how: Any = how) -> jax.Array:
-            return cross_entropy(Reading(features, weight), targets, weights, how=how).loss
+            return cross_entropy(ReadoutInputs(features, weight), targets, weights, how=how).loss
 
         compiled = jax.jit(jax.value_and_grad(total, argnums=(0, 1))).lower(features, weight).compile()
         outputs[how] = jax.tree.map(lambda x: np.asarray(x, np.float32), compiled(features, weight))

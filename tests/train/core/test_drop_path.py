@@ -19,7 +19,7 @@ from mupax.train.core.program import Program, assemble
 from mupax.train.run import dry_run
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.layers.drop_path import Drop, scales
-from mupax.zoo.layers.linear import Reading
+from mupax.zoo.layers.linear import ReadoutInputs
 
 VIT = ViTConfig(
     width=16, depth=3, num_heads=2, mlp_ratio=2, image_size=8, patch_size=4, channels=1, num_classes=10, drop_path=0.5
@@ -117,12 +117,12 @@ def test_the_loss_of_soft_labels_is_their_cross_entropy() -> None:
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     targets, weights = jnp.asarray(batch()["targets"]), jnp.ones(8).at[3].set(0.0)
     nll = -(np.asarray(labels, np.float64) * log_p).sum(-1)
-    sums = cross_entropy(Reading(features, weight), targets, weights, labels=labels)
+    sums = cross_entropy(ReadoutInputs(features, weight), targets, weights, labels=labels)
     assert float(sums.loss) == pytest.approx(nll.sum() - nll[3], rel=1e-5)
     assert float(sums.weight) == 7
-    hard = cross_entropy(Reading(features, weight), targets, weights, labels=jnp.eye(10)[targets])
+    hard = cross_entropy(ReadoutInputs(features, weight), targets, weights, labels=jnp.eye(10)[targets])
     assert float(hard.loss) == pytest.approx(
-        float(cross_entropy(Reading(features, weight), targets, weights).loss), rel=1e-5
+        float(cross_entropy(ReadoutInputs(features, weight), targets, weights).loss), rel=1e-5
     )
 
 

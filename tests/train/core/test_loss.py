@@ -26,7 +26,7 @@ from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
-from mupax.zoo.layers.linear import Reading
+from mupax.zoo.layers.linear import ReadoutInputs
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 B, T, D, V = 8, 6, 16, 24
@@ -76,24 +76,24 @@ MEASURED = {
         needs_rank=True,
     ),
 }
-FULL = Reading(draw(B, T, D), draw(D, V), scale=jnp.float32(0.7), bias=draw(V))
-START = Reading(draw(B, T, D, mean=1.0), draw(D, V, mean=-1.0), scale=jnp.float32(0.7), bias=draw(V))
+FULL = ReadoutInputs(draw(B, T, D), draw(D, V), scale=jnp.float32(0.7), bias=draw(V))
+START = ReadoutInputs(draw(B, T, D, mean=1.0), draw(D, V, mean=-1.0), scale=jnp.float32(0.7), bias=draw(V))
 TARGETS = jnp.asarray(np.random.default_rng(1).integers(0, V, (B, T)).astype(np.int32))
 WEIGHTS = jnp.asarray((np.random.default_rng(2).uniform(size=(B, T)) > 0.3).astype(np.float32))
 
 
 def program(
-    how: Any, reference: Reading | None = None, layout: Layout = ONE_DEVICE, targets: jax.Array = TARGETS
+    how: Any, reference: ReadoutInputs | None = None, layout: Layout = ONE_DEVICE, targets: jax.Array = TARGETS
 ) -> Any:
     """(reading, weights) -> the sums, and gradients of three times the loss, in one program."""
 
-    def total(reading: Reading, weights: jax.Array) -> tuple[jax.Array, LossSums]:
+    def total(reading: ReadoutInputs, weights: jax.Array) -> tuple[jax.Array, LossSums]:
         sums = loss.cross_entropy(
             reading, targets, weights, how=how, reference=reference, metrics=MEASURED, layout=layout
         )
         return 3 * sums.loss, sums
 
-    def sums(reading: Reading, weights: jax.Array) -> tuple[LossSums, Reading]:
+    def sums(reading: ReadoutInputs, weights: jax.Array) -> tuple[LossSums, ReadoutInputs]:
         (_, sums), grads = jax.value_and_grad(total, has_aux=True)(reading, weights)
         return sums, grads
 
@@ -101,7 +101,7 @@ def program(
 
 
 def sums_and_gradients(
-    reading: Reading, how: Any, reference: Reading | None = None, layout: Layout = ONE_DEVICE,
+    reading: ReadoutInputs, how: Any, reference: ReadoutInputs | None = None, layout: Layout = ONE_DEVICE,
     targets: jax.Array = TARGETS, weights: jax.Array = WEIGHTS,
 ) -> Any:  # fmt: skip
     return program(how, reference, layout, targets)(reading, weights)
@@ -121,7 +121,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
 @pytest.mark.core
 @pytest.mark.parametrize("reference", [None, START], ids=["", "centered"])
 @pytest.mark.parametrize("fields", [(), ("scale",), ("bias",), ("scale", "bias"), ("bias", "cap")], ids=str)
-def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Reading | None) -> None:
+def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: ReadoutInputs | None) -> None:
     reading = FULL._replace(**{name: None for name in ("scale", "bias") if name not in fields})
     if "cap" in fields:  # near 3, where logits go to 9
         reading = reading._replace(cap=jnp.float32(3))
@@ -139,17 +139,17 @@ def test_chunks_equal_all_logits_at_once(fields: tuple[str, ...], reference: Rea
 def with_z_loss(how: Any, layout: Layout = ONE_DEVICE, reference: Any = START) -> Any:
     """Sums, and gradients of three times the loss with a z-loss, in one program."""
 
-    def total(reading: Reading, z_loss: jax.Array) -> tuple[jax.Array, LossSums]:
+    def total(reading: ReadoutInputs, z_loss: jax.Array) -> tuple[jax.Array, LossSums]:
         sums = loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=reference, z_loss=z_loss, layout=layout)
         return 3 * sums.loss, sums
 
     return jax.jit(jax.grad(total, has_aux=True))
 
 
-def by_formula(reading: Reading, weight: float, reference: Reading | None) -> Any:
+def by_formula(reading: ReadoutInputs, weight: float, reference: ReadoutInputs | None) -> Any:
     """The same of the formula, in autodiff: nats and weight times logsumexp(logits)^2, of targets that count."""
 
-    def total(reading: Reading) -> jax.Array:
+    def total(reading: ReadoutInputs) -> jax.Array:
         logits = reading.logits() - (0 if reference is None else reference.logits())
         top = jax.lax.stop_gradient(logits.max(-1))
         partition = jnp.log(jnp.sum(jnp.exp(logits - top[..., None]), -1)) + top
@@ -163,7 +163,7 @@ def by_formula(reading: Reading, weight: float, reference: Reading | None) -> An
 @pytest.mark.parametrize("how", ["plain", *PARTS])
 @pytest.mark.parametrize("reference", [None, START], ids=["", "centered"])
 @pytest.mark.parametrize("cap", [None, 3.0], ids=["", "cap"])
-def test_z_loss_and_its_gradients_are_the_formula(how: Any, reference: Reading | None, cap: float | None) -> None:
+def test_z_loss_and_its_gradients_are_the_formula(how: Any, reference: ReadoutInputs | None, cap: float | None) -> None:
     limit = None if cap is None else jnp.float32(cap)
     reading, start = FULL._replace(cap=limit), reference and reference._replace(cap=limit)
     grads, sums = with_z_loss(how, reference=start)(reading, jnp.float32(0.3))
@@ -221,7 +221,7 @@ def test_what_does_not_divide_stays_whole() -> None:
 
 @pytest.mark.core
 def test_classes_of_images_and_bfloat16() -> None:
-    reading = Reading(FULL.features[:, 0], FULL.weight, bias=FULL.bias)
+    reading = ReadoutInputs(FULL.features[:, 0], FULL.weight, bias=FULL.bias)
     targets, weights = TARGETS[:, 0], WEIGHTS[:, 0]
     expected = sums_and_gradients(reading, "plain", targets=targets, weights=weights)
     assert_close(sums_and_gradients(reading, "chunked", targets=targets, weights=weights), expected)
@@ -235,7 +235,7 @@ def test_classes_of_images_and_bfloat16() -> None:
 
 def test_equal_logits_count_as_argmax_does() -> None:
     # A readout that starts at zero: the first column is the guess, not every one.
-    nothing = Reading(FULL.features, jnp.zeros((D, V)))
+    nothing = ReadoutInputs(FULL.features, jnp.zeros((D, V)))
     for how in ("plain", *PARTS):
         sums, _ = sums_and_gradients(nothing, how)
         assert sums.metrics["accuracy"] == jnp.sum(WEIGHTS * (TARGETS == 0))
@@ -262,7 +262,7 @@ def test_ranks_are_places_in_the_sorted_logits() -> None:
             assert len(np.unique(ranks)) > 10
             assert len(np.unique(logits[0])) < V
             for weights in (WEIGHTS, WEIGHTS.at[2:].set(0)):
-                sums, _ = compiled(Reading(features, matrix), weights)
+                sums, _ = compiled(ReadoutInputs(features, matrix), weights)
                 assert sums.metrics["rank"] == (ranks * np.asarray(weights)).sum()
                 assert sums.metrics["top 5"] == ((ranks < 5) * np.asarray(weights)).sum()
                 if matrix is weight:
@@ -303,7 +303,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def products(how: Any, layout: Layout) -> int:
     """Matrix products of the loss and its gradient."""
 
-    def total(reading: Reading) -> jax.Array:
+    def total(reading: ReadoutInputs) -> jax.Array:
         return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, reference=START, layout=layout).loss
 
     jaxpr = jax.make_jaxpr(jax.grad(total))(FULL).jaxpr
@@ -313,7 +313,7 @@ def products(how: Any, layout: Layout) -> int:
 def shapes(how: Any, layout: Layout = ONE_DEVICE) -> set[tuple[int, ...]]:
     """Of everything computed for the gradient."""
 
-    def total(reading: Reading) -> jax.Array:
+    def total(reading: ReadoutInputs) -> jax.Array:
         return loss.cross_entropy(reading, TARGETS, WEIGHTS, how=how, layout=layout).loss
 
     return {
@@ -332,7 +332,7 @@ def test_no_array_holds_all_logits() -> None:
 def test_gradients_of_the_readout_are_summed_over_devices_once() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)))
 
-    def total(reading: Reading) -> jax.Array:
+    def total(reading: ReadoutInputs) -> jax.Array:
         return loss.cross_entropy(
             reading, TARGETS, WEIGHTS, how="chunked", metrics=on_devices(training=True), layout=layout
         ).loss

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from mupax.train.config.metrics import TokenStatistics
 from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
-from mupax.zoo.layers.linear import Reading
+from mupax.zoo.layers.linear import ReadoutInputs
 
 
 class _Chunk(NamedTuple):
@@ -28,7 +28,7 @@ class _Chunk(NamedTuple):
     weights: jax.Array
 
 
-def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading | None]:
+def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutInputs | None]:
     """Return the sums over all devices, and the gradients of this device's part: chunks one after the other.
 
     Args:
@@ -49,7 +49,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
         )
         return x.reshape(chunks, plan.work.chunk, *trailing)
 
-    def add(total: tuple[LossSums, Reading | None], chunk: _Chunk) -> tuple[Any, jax.Array | None]:
+    def add(total: tuple[LossSums, ReadoutInputs | None], chunk: _Chunk) -> tuple[Any, jax.Array | None]:
         sums, grads = total
         read = reading._replace(features=chunk.features)
         start = None if reference is None else reference._replace(features=chunk.reference)
@@ -79,17 +79,17 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
     features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
     weight = reduce_scatter(_psum(grads.weight, plan.shared), plan.scattered, 0, layout=plan.layout)
     scale, bias = _psum((_psum(grads.scale, plan.over_vocab), grads.bias), plan.summed)
-    return sums, Reading(_psum(features, plan.over_vocab), weight, scale, bias)
+    return sums, ReadoutInputs(_psum(features, plan.over_vocab), weight, scale, bias)
 
 
 def _of_chunk(
     plan: Any,
-    reading: Reading,
-    reference: Reading | None,
+    reading: ReadoutInputs,
+    reference: ReadoutInputs | None,
     chunk: _Chunk,
     with_grads: bool,
     z_loss: jax.Array | None,
-) -> tuple[TokenStatistics, Reading | None]:
+) -> tuple[TokenStatistics, ReadoutInputs | None]:
     """Return the statistics of a chunk's tokens, and the gradients of this device's part of the vocabulary."""
     targets_N, weights_N = chunk.targets, chunk.weights
     own_NV = logits_NV = reading.logits(plan.layout)
@@ -128,7 +128,7 @@ def _of_chunk(
     if reading.scale is not None:
         scale = jnp.sum(features * reading.features)
         features, weight = reading.scale * features, reading.scale * weight
-    return statistics, Reading(features.astype(reading.features.dtype), weight, scale, bias)
+    return statistics, ReadoutInputs(features.astype(reading.features.dtype), weight, scale, bias)
 
 
 def _psum(tree: Any, names: tuple[str, ...]) -> Any:

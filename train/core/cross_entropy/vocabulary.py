@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from mupax.train.config.metrics import TokenStatistics
 from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
-from mupax.zoo.layers.linear import Reading
+from mupax.zoo.layers.linear import ReadoutInputs
 
 
 class _Part(NamedTuple):
@@ -33,7 +33,7 @@ class _Part(NamedTuple):
     """Part of the readout that they are of."""
 
 
-def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading | None]:
+def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutInputs | None]:
     """Return the sums over all devices, and the gradients of this device's part, as `chunks.on_one`.
 
     Args:
@@ -52,7 +52,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
     def several(reduced: Any, x: Any) -> Any:
         return reduced(x, plan.over_vocab) if plan.over_vocab else x
 
-    def part(of: Reading, cut: slice, after: jax.Array | None = None) -> Reading:
+    def part(of: ReadoutInputs, cut: slice, after: jax.Array | None = None) -> ReadoutInputs:
         """What reads a part of the vocabulary; with `after` gathered anew, not before that exists."""
         weight_DV = of.weight[:, cut]
         if after is not None:
@@ -60,7 +60,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
         weight_DV = all_gather(weight_DV, plan.scattered, 0)
         bias_V = None if of.bias is None else of.bias[cut]
         x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
-        return Reading(x_ND, weight_DV, of.scale, bias_V, cap=of.cap)
+        return ReadoutInputs(x_ND, weight_DV, of.scale, bias_V, cap=of.cap)
 
     def read_part(cut: slice, after: jax.Array | None = None) -> _Part:
         read = part(reading, cut, after)
@@ -156,4 +156,4 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, Reading 
         scale = jax.lax.psum(scale, plan.summed) if plan.summed else scale
         back_ND, weight_DV = reading.scale * back_ND, reading.scale * weight_DV
     features = back_ND.astype(features_ND.dtype).reshape(reading.features.shape)
-    return sums, Reading(features, weight_DV, scale, bias)
+    return sums, ReadoutInputs(features, weight_DV, scale, bias)
