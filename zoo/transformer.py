@@ -32,7 +32,7 @@ class RopeScaling(NamedTuple):
     """llama3: positions of the first context."""
 
 
-class Sight(NamedTuple):
+class AttentionSpec(NamedTuple):
     """What attention sees."""
 
     causal: bool
@@ -173,7 +173,7 @@ class TransformerConfig(ModelConfig):
         """How rotary frequencies are stretched; None where they are not."""
         return None
 
-    def rotary_of(self, sight: Sight) -> tuple[float | None, RopeScaling | None]:
+    def rotary_of(self, sight: AttentionSpec) -> tuple[float | None, RopeScaling | None]:
         """Base wavelength of a layer that sees so, and how its frequencies are stretched."""
         return self.rotary_theta, self.rotary_scaling
 
@@ -193,12 +193,12 @@ class TransformerConfig(ModelConfig):
         return None
 
     @property
-    def sight(self) -> Sight:
+    def sight(self) -> AttentionSpec:
         """What attention sees."""
-        return Sight(self.causal)
+        return AttentionSpec(self.causal)
 
     @property
-    def sights(self) -> tuple[Sight, ...]:
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """What attention sees of layer 0, 1 and so on, until it begins anew: most models have one."""
         return (self.sight,)
 
@@ -272,14 +272,17 @@ class TransformerConfig(ModelConfig):
         """q.k and the sum of values. A causal position attends to half of the context on average and is counted so."""
         length = self.sizes()["position"]
 
-        def attended(sight: Sight) -> float:
+        def attended(sight: AttentionSpec) -> float:
             if sight.window is not None and sight.window < length:
                 return sight.window - sight.window**2 / (2 * length)
             return length / 2 if self.causal else length
 
-        layers = [self.depth // len(self.sights) + (i < self.depth % len(self.sights)) for i in range(len(self.sights))]
+        layers = [
+            self.depth // len(self.attention_specs) + (i < self.depth % len(self.attention_specs))
+            for i in range(len(self.attention_specs))
+        ]
         each = self.heads_dim + (self.value_dim or self.heads_dim)
-        positions = sum(attended(sight) * count for sight, count in zip(self.sights, layers, strict=True))
+        positions = sum(attended(sight) * count for sight, count in zip(self.attention_specs, layers, strict=True))
         return 2 * positions * self.num_heads * each * (length // self.units)
 
 

@@ -11,7 +11,7 @@ from mupax.config_fields import Affects
 from mupax.presets.matrices import MATRICES
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ConfigError, TokenModel
-from mupax.zoo.transformer import RopeScaling, Sight, TransformerConfig
+from mupax.zoo.transformer import RopeScaling, AttentionSpec, TransformerConfig
 
 _ROTARY = {"model.positions": "rotary"}
 _WINDOWED = {**_ROTARY, "model.window": 5}
@@ -113,7 +113,7 @@ class DecoderConfig(TokenModel, TransformerConfig):
     def rotary_theta(self) -> float | None:
         return self.rope_theta if self.positions == "rotary" else None
 
-    def rotary_of(self, sight: Sight) -> tuple[float | None, RopeScaling | None]:
+    def rotary_of(self, sight: AttentionSpec) -> tuple[float | None, RopeScaling | None]:
         if self.window_theta is None or sight.window is None:
             return super().rotary_of(sight)
         return self.window_theta, None
@@ -134,11 +134,11 @@ class DecoderConfig(TokenModel, TransformerConfig):
         return RopeScaling(self.rope_scaling, self.rope_factor, *turns, self.rope_original_len)
 
     @property
-    def sight(self) -> Sight:
-        return Sight(self.causal, self.window, self.attention_softcap)
+    def sight(self) -> AttentionSpec:
+        return AttentionSpec(self.causal, self.window, self.attention_softcap)
 
     @property
-    def sights(self) -> tuple[Sight, ...]:
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
         if self.full_every is None:
             return (self.sight,)
         return (*[self.sight] * (self.full_every - 1), self.sight._replace(window=None))

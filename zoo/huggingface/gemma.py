@@ -70,7 +70,9 @@ def fields_of(model: DecoderConfig, family: Family) -> dict[str, Any]:
         "hidden_activation": GELUS[0],
         "max_position_embeddings": model.seq_len,
         "sliding_window": model.window,
-        "layer_types": [_kind(model.sights[i % len(model.sights)].window) for i in range(model.depth)],
+        "layer_types": [
+            _kind(model.attention_specs[i % len(model.attention_specs)].window) for i in range(model.depth)
+        ],
         "attn_logit_softcapping": model.attention_softcap,
         "final_logit_softcapping": model.logit_softcap,
         "attention_bias": False,

@@ -30,7 +30,10 @@ class Attention(nnx.Module):
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.sights, self.turns = config.sights, tuple(config.rotary_of(sight) for sight in config.sights)
+        self.sights, self.turns = (
+            config.attention_specs,
+            tuple(config.rotary_of(sight) for sight in config.attention_specs),
+        )
         self.rotary_size = config.rotary_size
         self.at(0)
         self.implementation: AttentionName = config.compute.attention

@@ -20,7 +20,7 @@ from mupax.zoo.definition import Definition
 from mupax.zoo.families import AttentionName, Remat
 from mupax.zoo.layers.kernels import chosen, tiled
 from mupax.zoo.partition import LANES, Layout
-from mupax.zoo.transformer import Sight, TransformerConfig
+from mupax.zoo.transformer import AttentionSpec, TransformerConfig
 
 _SPLIT = ("heads", "kv_heads", "mlp", "expert_dim")
 """Axes of activations that a device may have a part of."""
@@ -157,7 +157,7 @@ def attention_of(config: Config, definition: Definition, layout: Layout) -> Atte
         jax.ShapeDtypeStruct((1, sizes["position"], sizes[heads], sizes["head_dim"]), jnp.dtype(model.compute.dtype))
         for heads in ("heads", "kv_heads")
     )
-    sight = model.sight if isinstance(model, TransformerConfig) else Sight(model.causal)
+    sight = model.sight if isinstance(model, TransformerConfig) else AttentionSpec(model.causal)
     apart = config.data.document_mask
     return chosen(model.compute.attention, q_BTHN, k_BSKN, *sight, apart=apart, layout=layout)
 

@@ -174,7 +174,7 @@ def _check(before: TransformerConfig, after: TransformerConfig) -> None:
         raise GrowError(
             f"rotary positions turn a part of each head (rotary_fraction); keep head_dim {before.heads_dim} and add heads"
         )
-    if len({before.rotary_of(sight) for sight in before.sights}) > 1 and after.heads_dim != before.heads_dim:
+    if len({before.rotary_of(sight) for sight in before.attention_specs}) > 1 and after.heads_dim != before.heads_dim:
         raise GrowError(
             f"layers turn positions at different rates (window_theta); keep head_dim {before.heads_dim} and add heads"
         )
