@@ -154,7 +154,7 @@ def test_a_users_module_has_its_parameters_gathered_by_hand_if_it_reads_them_so(
         program = step_of(config)
         step, state = program.compile_train(), program.initial_state()
         for _ in range(2):
-            state, metrics = step(state, program.step_inputs(), program.train_feed().put(batch))
+            state, metrics = step(state, program.step_inputs(), program.train_feed().shard_batch(batch))
             losses.append(float(metrics["loss"]))
         by_hand.append("shard_map" in primitives(program.trace_train().jaxpr.jaxpr))
     assert by_hand == [False, True]

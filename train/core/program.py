@@ -51,7 +51,7 @@ from mupax.train.core.step import compile_eval_step, compile_logits, trace_train
 from mupax.train.data import cache
 from mupax.train.parallel import hardware
 from mupax.train.parallel.processes import Processes
-from mupax.train.parallel.sharding import Feed, MeshError, MeshLayout, abstract_batch, make_mesh
+from mupax.train.parallel.sharding import BatchSharding, MeshError, MeshLayout, abstract_batch, make_mesh
 from mupax.zoo.configs import ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.partition import LANES
@@ -355,9 +355,9 @@ class Program:
         """
         return jax.device_put(state, _formats(step), donate=True) if self.free else state
 
-    def train_feed(self) -> Feed:
+    def train_feed(self) -> BatchSharding:
         """This process' way of training batches to the mesh."""
-        return Feed(self.abstract_train_batch(), self.layout)
+        return BatchSharding(self.abstract_train_batch(), self.layout)
 
     def abstract_train_batch(self) -> dict[str, Any]:
         """Shapes and dtypes of a training batch; labels that are distributions over classes no evaluation has."""
@@ -368,9 +368,11 @@ class Program:
             batch["labels"] = jax.ShapeDtypeStruct(shape, np.float32)
         return batch
 
-    def eval_feed(self) -> Feed:
+    def eval_feed(self) -> BatchSharding:
         """This process' way of evaluation batches to the mesh."""
-        return Feed(abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data), self.layout)
+        return BatchSharding(
+            abstract_batch(self.config.model, self.config.eval_batch_size, self.config.data), self.layout
+        )
 
 
 def _formats(step: jax.stages.Compiled) -> Any:

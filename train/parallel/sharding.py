@@ -261,7 +261,7 @@ class MeshLayout(Layout):
         return f"mesh.{first} {max(n for n in range(1, self.ways(axis) + 1) if size % n == 0)}"
 
 
-class Feed:
+class BatchSharding:
     """Batches of one shape on their way to a mesh.
 
     A process makes the rows that its own devices hold, and no others: one run of rows or several, depending on where its
@@ -291,7 +291,7 @@ class Feed:
         self.rows = tuple(rows)
         """Rows of the global batch that this process makes, in this order."""
 
-    def put(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    def shard_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """The global batch on the mesh, from this process' rows of it."""
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._shardings)

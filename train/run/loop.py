@@ -29,7 +29,7 @@ from mupax.train.core.program import assemble
 from mupax.train.core.state import RejectedStep, TrainState
 from mupax.train.core.step import Batch, StepInputs
 from mupax.train.data import Data, DataError, ReadError, reading
-from mupax.train.parallel.sharding import Feed
+from mupax.train.parallel.sharding import BatchSharding
 from mupax.train.run.report import finish
 from mupax.train.run.results import Prefetch, Report
 from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, Runtime, runtime
@@ -170,7 +170,7 @@ def train(session: Session, position: Position) -> TrainState:
     source, reason = session.data.train_batches(step + passed_over, *feed.rows), None
     with (
         Report(program, session.data, rt, position, session.compile_seconds, passed_over) as report,
-        Prefetch(source, feed.put) as batches,
+        Prefetch(source, feed.shard_batch) as batches,
     ):
         try:
             if not position.evaluated:
@@ -358,7 +358,7 @@ def evaluate(
     params: Arrays,
     inputs: StepInputs,
     data: Data,
-    feed: Feed,
+    feed: BatchSharding,
     dispatching: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     observer: Callable[[Batch], None] | None = None,
 ) -> Scores:
@@ -374,7 +374,7 @@ def evaluate(
         observer: given every batch, on the mesh.
     """
     total: LossSums | None = None
-    with Prefetch(data.eval_batches(*feed.rows), feed.put) as batches:
+    with Prefetch(data.eval_batches(*feed.rows), feed.shard_batch) as batches:
         for batch in batches:
             with dispatching():
                 # Fetched at once: on a CPU a queued batch has its temporaries too.

@@ -158,7 +158,7 @@ def measured(saved: Trained, batches: int) -> tuple[dict[str, np.ndarray], dict[
         return jax.tree.map(of, *many)
 
     with contextlib.closing(data.train_batches(saved.step, *feed.rows)) as source:
-        many = [gradient(params, inputs, feed.put(batch)) for batch in itertools.islice(source, batches)]
+        many = [gradient(params, inputs, feed.shard_batch(batch)) for batch in itertools.islice(source, batches)]
     groups: dict[str, list[str]] = {}
     for name in many[0]:
         groups.setdefault(program.definition.specs[name].group, []).append(name)

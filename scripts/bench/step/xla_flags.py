@@ -84,7 +84,7 @@ def random_batch(program: Program) -> Any:
             batch[name] = (
                 np.ones(leaf.shape, np.float32) if name == "weights" else random.random(leaf.shape, np.float32)
             )
-    return program.train_feed().put(batch)
+    return program.train_feed().shard_batch(batch)
 
 
 def stepper(program: Program, options: Mapping[str, Any]) -> tuple[Callable[[], None], list[float]]:

@@ -205,5 +205,5 @@ def final_loss(config: Config, steps: int | None = None) -> float:
     step_inputs = program.step_inputs()
     feed = program.train_feed()
     for k in range(config.steps if steps is None else steps):
-        state, _ = train_step(state, step_inputs, feed.put(source.train_batch(k)))
+        state, _ = train_step(state, step_inputs, feed.shard_batch(source.train_batch(k)))
     return evaluate(eval_step, state.params, step_inputs, source, program.eval_feed())["loss"]

@@ -59,7 +59,7 @@ def trained(run: Config) -> Steps:
     step, numbers, state, history = program.compile_train(), program.step_inputs(), program.initial_state(), []
     states = [jax.device_get(state)]
     for batch in batches():
-        state, metrics = step(state, numbers, program.train_feed().put(batch))
+        state, metrics = step(state, numbers, program.train_feed().shard_batch(batch))
         states.append(jax.device_get(state))
         history.append(jax.device_get(metrics))
     return Steps(program, states, history[0])

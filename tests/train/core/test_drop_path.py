@@ -50,11 +50,11 @@ def trained(program: Program) -> tuple[list[Any], list[float]]:
     step, state, numbers = program.compile_train(), program.initial_state(), program.step_inputs()
     states, losses = [jax.device_get(state)], []
     for _ in range(2):
-        state, metrics = step(state, numbers, program.train_feed().put(batch()))
+        state, metrics = step(state, numbers, program.train_feed().shard_batch(batch()))
         states.append(jax.device_get(state))
         losses.append(float(metrics["loss"]))
     if program.mesh.size == 1:
-        again, _ = step(jax.device_put(states[1]), numbers, program.train_feed().put(batch()))
+        again, _ = step(jax.device_put(states[1]), numbers, program.train_feed().shard_batch(batch()))
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(again).params, states[2].params)
     return states, losses
 
@@ -102,7 +102,7 @@ def test_a_step_is_the_same_on_a_mesh_and_after_a_resume_and_evaluations_leave_n
     without = assemble(dataclasses.replace(RUN, model=dataclasses.replace(VIT, drop_path=0.0)), jax.devices()[:1])
     hard = {name: x for name, x in batch().items() if name != "labels"}
     sums = [
-        one.compile_eval()(jax.device_put(states[1].params), one.step_inputs(), one.eval_feed().put(hard))
+        one.compile_eval()(jax.device_put(states[1].params), one.step_inputs(), one.eval_feed().shard_batch(hard))
         for one in (program, without)
     ]
     assert float(sums[0].loss) == float(sums[1].loss)

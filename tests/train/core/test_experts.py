@@ -46,7 +46,7 @@ def _steps(program: Program, state: Any, steps: int = 2) -> tuple[dict[str, floa
     """Metrics of the last step, and of the first one as "first NAME"; and parameters after the last."""
     step, inputs, numbers = program.compile_train(), program.step_inputs(), {}
     for i in range(steps):
-        state, metrics = step(state, inputs, program.train_feed().put(_batch()))  # pyright: ignore
+        state, metrics = step(state, inputs, program.train_feed().shard_batch(_batch()))  # pyright: ignore
         for name, x in metrics.items():
             numbers |= {name: float(x)} if x.ndim == 0 else {}
             numbers |= {f"first {name}": float(x)} if x.ndim == i == 0 else {}
@@ -198,7 +198,7 @@ def test_a_vision_transformer_has_experts_and_its_evaluation_no_loss_of_routers(
     model = ViTConfig(width=8, depth=1, num_heads=2, image_size=4, patch_size=2, channels=1, num_classes=3, experts=4)
     program = assemble(_config(model), jax.devices()[:1])
     images = {"inputs": np.ones((BATCH, 4, 4, 1), np.float32), "targets": np.zeros(BATCH, np.int32)}
-    batch = program.train_feed().put({**images, "weights": np.ones(BATCH, np.float32)})  # pyright: ignore
+    batch = program.train_feed().shard_batch({**images, "weights": np.ones(BATCH, np.float32)})  # pyright: ignore
     state, inputs = program.initial_state(), program.step_inputs()
     evaluated = program.compile_eval()(state.params, inputs, batch)
     _, metrics = program.compile_train()(state, inputs, batch)

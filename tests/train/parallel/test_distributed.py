@@ -430,18 +430,18 @@ class Table(Data):
 
 def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     from mupax.train.config.run import MeshConfig
-    from mupax.train.parallel.sharding import Feed, MeshLayout, make_mesh
+    from mupax.train.parallel.sharding import BatchSharding, MeshLayout, make_mesh
 
     layout = MeshLayout(make_mesh(MeshConfig(data=4, sequence=2)))
     shapes = {"inputs": jax.ShapeDtypeStruct((8, 6), np.int32), "targets": jax.ShapeDtypeStruct((8,), np.int32)}
     whole = {"inputs": np.arange(48).reshape(8, 6), "targets": np.arange(8)}
-    assert Feed(shapes, layout).rows == (slice(0, 8),)
+    assert BatchSharding(shapes, layout).rows == (slice(0, 8),)
     # As in a process that holds the first and the last quarter of the batch, and one half of the positions.
     mine = {d: i for d, i in layout.batch(shapes)["inputs"].devices_indices_map((8, 6)).items() if d.id in (1, 7)}
     monkeypatch.setattr(
         jax.sharding.NamedSharding, "addressable_devices_indices_map", lambda self, shape: mine, raising=True
     )
-    feed = Feed(shapes, layout)
+    feed = BatchSharding(shapes, layout)
     assert feed.rows == (slice(0, 2), slice(6, 8))
     got: list[np.ndarray] = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
@@ -449,7 +449,7 @@ def test_rows_of_a_process_are_those_that_its_devices_hold(monkeypatch: pytest.M
         jax, "make_array_from_callback", lambda shape, sharding, part: got.extend(map(part, mine.values()))
     )
     with contextlib.closing(Table(whole).train_batches(0, *feed.rows)) as batches:
-        feed.put({"inputs": next(batches)["inputs"]})
+        feed.shard_batch({"inputs": next(batches)["inputs"]})
     for index, part in zip(mine.values(), got, strict=True):
         np.testing.assert_array_equal(part, whole["inputs"][index])
         assert part.shape == (2, 3)

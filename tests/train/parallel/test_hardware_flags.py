@@ -56,7 +56,7 @@ def losses(program: Program, options: dict[str, Value]) -> list[float]:
     for _ in range(STEPS):
         tokens = random.integers(0, 23, (2, *shape), np.int32)
         batch = {"inputs": tokens[0], "targets": tokens[1], "weights": np.ones(shape, np.float32)}
-        state, metrics = step(state, numbers, feed.put(batch))
+        state, metrics = step(state, numbers, feed.shard_batch(batch))
         curve.append(float(metrics["loss"]))
     return curve
 

@@ -88,7 +88,7 @@ def trained(run: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]]]:
     step, numbers = compiled(run, mesh), program.step_inputs()
     first, state, rows = program.initial_state(), program.initial_state(), []
     for index in range(STEPS):
-        on_mesh = program.train_feed().put(batch(run, index))
+        on_mesh = program.train_feed().shard_batch(batch(run, index))
         state, metrics = step(state, numbers, on_mesh)
         rows.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
     return first, state, rows
@@ -176,7 +176,7 @@ def test_parameters_are_split_as_the_rules_say() -> None:
 
 def test_the_batch_is_split_over_data_and_fsdp() -> None:
     program = program_of("decoder", "2x2x2")
-    on_mesh = program.train_feed().put(batch("decoder", 0))
+    on_mesh = program.train_feed().shard_batch(batch("decoder", 0))
     assert {shard.data.shape for shard in on_mesh["inputs"].addressable_shards} == {(4, 7)}
 
 
@@ -196,7 +196,7 @@ def test_bfloat16_products_run_on_a_mesh(mesh: str) -> None:
     model = dataclasses.replace(config.model, compute=ComputeConfig(dtype="bfloat16", remat="dots"))
     program = assemble(dataclasses.replace(config, model=model, mesh=MESHES[mesh]))
     state, metrics = program.compile_train()(
-        program.initial_state(), program.step_inputs(), program.train_feed().put(batch(run, 0))
+        program.initial_state(), program.step_inputs(), program.train_feed().shard_batch(batch(run, 0))
     )
     assert {leaf.dtype for leaf in state.params.values()} == {jnp.dtype(jnp.float32)}
     # Two blocks of rounding to 8 bits, in a loss near ln 17.

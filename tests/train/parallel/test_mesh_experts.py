@@ -57,7 +57,7 @@ def trained(model: str, mesh: Mesh) -> tuple[Program, Any, Any, dict[str, float]
     step, inputs, state, metrics = program.compile_train(), program.step_inputs(), program.initial_state(), {}
     first = jax.tree.map(jnp.copy, state)
     for _ in range(2):
-        state, metrics = step(state, inputs, program.train_feed().put(batch()))  # pyright: ignore
+        state, metrics = step(state, inputs, program.train_feed().shard_batch(batch()))  # pyright: ignore
     numbers = {name: float(value) for name, value in metrics.items() if value.ndim == 0}
     return program, first, state, numbers, step.as_text() or ""
 
@@ -89,7 +89,7 @@ def test_experts_are_split_and_all_else_as_by_fsdp() -> None:
     assert specs["block.experts.up_bias"] == P(None, "experts", None)
     assert specs["block.experts.router"] == P(None, ("fsdp", "experts"), None)
     assert specs["block.attention.query"][1] == ("fsdp", "experts")
-    parts = program.train_feed().put(batch())["inputs"].addressable_shards
+    parts = program.train_feed().shard_batch(batch())["inputs"].addressable_shards
     assert {part.data.shape for part in parts} == {(2, 12)}  # a device's own tokens: no two have the same
 
 

@@ -100,9 +100,9 @@ def trained(model: str, mesh: str) -> tuple[Any, Any, list[dict[str, float]], An
     step, numbers, state, rows = program.compile_train(), program.step_inputs(), program.initial_state(), []
     first = jax.device_get(state.params)
     for index in range(STEPS):
-        state, metrics = step(state, numbers, program.train_feed().put(batch(model, index)))
+        state, metrics = step(state, numbers, program.train_feed().shard_batch(batch(model, index)))
         rows.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
-    sums = program.compile_eval()(state.params, numbers, program.eval_feed().put(batch(model, STEPS, 4)))
+    sums = program.compile_eval()(state.params, numbers, program.eval_feed().shard_batch(batch(model, STEPS, 4)))
     return first, jax.device_get(state.params), rows, jax.device_get(sums)
 
 
@@ -142,9 +142,9 @@ def test_control_positions_that_do_not_see_each_other_disagree() -> None:
 
 def test_batches_and_activations_are_split_along_positions() -> None:
     program = program_of("rotary", "data 2 x sequence 4")
-    on_mesh = program.train_feed().put(batch("rotary", 0))
+    on_mesh = program.train_feed().shard_batch(batch("rotary", 0))
     assert {shard.data.shape for x in on_mesh.values() for shard in x.addressable_shards} == {(4, 2)}
-    images = program_of("vit", "data 2 x sequence 4").train_feed().put(batch("vit", 0))
+    images = program_of("vit", "data 2 x sequence 4").train_feed().shard_batch(batch("vit", 0))
     assert {shard.data.shape for shard in images["inputs"].addressable_shards} == {(4, 6, 6, 2)}
     lie = jax.jit(lambda x: program.layout.constrain(x, ("batch", "sequence", "mlp")))(jnp.zeros((4, 8, 24)))
     assert lie.sharding.is_equivalent_to(jax.sharding.NamedSharding(program.mesh, P("data", "sequence")), 3)

@@ -182,13 +182,13 @@ class Batches:
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in feed.abstract.values())
         if size * steps > CACHED_BYTES:
             with contextlib.closing(self.of(program).train_batches(start, *feed.rows)) as batches:
-                yield from map(feed.put, batches)
+                yield from map(feed.shard_batch, batches)
             return
         with self._lock:
             if len(cached) < steps:
                 with contextlib.closing(self.of(program).train_batches(len(cached), *feed.rows)) as batches:
                     cached.extend(next(batches) for _ in range(len(cached), steps))
-        yield from map(feed.put, cached[start:steps])
+        yield from map(feed.shard_batch, cached[start:steps])
 
     @staticmethod
     def _key(program: Program) -> Any:

@@ -181,7 +181,7 @@ class Work:
             return None
         score, feed = self.trainer.score, self.trainer.program.eval_feed()
         with contextlib.closing(data.eval_batches(*feed.rows)) as batches:
-            sums = [jax.device_get(score(state.evaluated, step_inputs, feed.put(batch))) for batch in batches]
+            sums = [jax.device_get(score(state.evaluated, step_inputs, feed.shard_batch(batch))) for batch in batches]
         total = jax.tree.map(lambda *each: sum(each), *sums)
         return np.atleast_1d(np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64))
 

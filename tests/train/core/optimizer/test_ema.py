@@ -55,7 +55,7 @@ def trained(config: Config) -> list[TrainState]:
     for _ in range(3):
         tokens = random.integers(0, 16, (8, 8), np.int32)
         batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 7), np.float32)}
-        state, _ = step(state, numbers, program.train_feed().put(batch))
+        state, _ = step(state, numbers, program.train_feed().shard_batch(batch))
         states.append(jax.device_get(state))
     return states
 

@@ -96,7 +96,9 @@ def test_our_evaluation_says_the_same(texts: Texts, weights: Path) -> None:
     words = ["eightlet", "other te"]
     rows = np.array([[0, *word.encode()] for word in words], np.int32)
     batch = {"inputs": rows[:, :-1], "targets": rows[:, 1:], "weights": np.ones((2, CONTEXT), np.float32)}
-    sums = program.compile_eval()(run.params(program.abstract), program.step_inputs(), program.eval_feed().put(batch))
+    sums = program.compile_eval()(
+        run.params(program.abstract), program.step_inputs(), program.eval_feed().shard_batch(batch)
+    )
     assert sum(texts.rolling(words)) == pytest.approx(-float(sums.loss), rel=1e-6)
 
 

@@ -191,7 +191,7 @@ def test_what_adapters_add_grows_with_width_under_sp_alone() -> None:
             step = program.compile_train() if step is None else step
             state, feed = program.placed(program.initial_state(), step), program.train_feed()
             for _ in range(4):
-                state, _ = step(state, program.step_inputs(), feed.put(batch))
+                state, _ = step(state, program.step_inputs(), feed.shard_batch(batch))
             a, b = (np.asarray(state.params[f"block.mlp.up_lora.{each}"])[0] for each in "ab")
             values.append(float(np.linalg.norm(a @ b, 2) * (width / b.shape[1]) ** 0.5))
     slopes = {name: np.log(values[1] / values[0]) / np.log(WIDTHS[1] / WIDTHS[0]) for name, values in norms.items()}

@@ -64,7 +64,7 @@ class Snapshots:
                 self._batch = next(batches)
                 batches.close()
             with dispatching():
-                shown = self._predicted(state.evaluated, self._inputs, self._feed.put(self._batch))
+                shown = self._predicted(state.evaluated, self._inputs, self._feed.shard_batch(self._batch))
             images, texts["examples/labels"] = _shown(*jax.device_get(shown), names=self._data.class_names)
         if self._before is not None:
             with dispatching():
