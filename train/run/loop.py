@@ -34,16 +34,16 @@ from mupax.train.run.report import finish
 from mupax.train.run.results import Prefetch, Report
 from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, Runtime, runtime
 from mupax.train.run.start import (
-    Position,
-    Session,
+    StartState,
+    CompiledRun,
     check_state,
     compiled,
     load_data,
     load_sets,
     memory_limit,
     out_of_memory,
-    rewound,
-    starting_position,
+    restore_latest,
+    start_state,
 )
 from mupax.zoo.definition import Arrays
 
@@ -93,7 +93,7 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
             ) as checkpoints,
             out_of_memory(program),
         ):
-            position = starting_position(program, data, sets, checkpoints, rt)
+            position = start_state(program, data, sets, checkpoints, rt)
             session = compiled(program, data, sets, checkpoints, rt, position, limit)
             if hooks is not None:
                 session = dataclasses.replace(session, hooks=hooks.begin(rt))
@@ -115,7 +115,7 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
         return 0
 
 
-def train_with_rollbacks(session: Session, position: Position) -> TrainState:
+def train_with_rollbacks(session: CompiledRun, position: StartState) -> TrainState:
     """The state after the last step, or where a signal stopped the run; a bad step leads back where the policy says so.
 
     The batches between a checkpoint and a bad step are passed over: they would lead to the same state and the same step,
@@ -139,7 +139,7 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
                 raise
             session.rt.watchdog.waiting("a checkpoint to go back to")
             session.checkpoints.wait()
-            state = rewound(session.program, session.data, session.checkpoints)
+            state = restore_latest(session.program, session.data, session.checkpoints)
             step = int(state.step)
             rollbacks[step] += 1
             if rollbacks[step] > faults.most_in_a_row:
@@ -147,10 +147,12 @@ def train_with_rollbacks(session: Session, position: Position) -> TrainState:
             text = f"{bad.what}; back to step {step}, going on {bad.step - step} batches later"
             session.rt.console.print(text, style="yellow", highlight=False)
             left_out = jax.device_put(np.int32(passed_over + bad.step - step), session.program.layout.replicated)
-            position = Position(state._replace(health=state.health._replace(left_out=left_out)), step, keeps_rows=True)
+            position = StartState(
+                state._replace(health=state.health._replace(left_out=left_out)), step, keep_metrics=True
+            )
 
 
-def train(session: Session, position: Position) -> TrainState:
+def train(session: CompiledRun, position: StartState) -> TrainState:
     """The state after the last step, or after the step at which a signal came; it is saved.
 
     Args:
@@ -206,7 +208,7 @@ def train(session: Session, position: Position) -> TrainState:
     return state
 
 
-def call_hooks(session: Session, report: Report, state: TrainState, step: int) -> None:
+def call_hooks(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
     """Call the user's hooks that are due after a step, and write what they log.
 
     Args:
@@ -229,7 +231,7 @@ def call_hooks(session: Session, report: Report, state: TrainState, step: int) -
         raise HookError(f"the hook {outcome.failure}") from outcome.cause
 
 
-def stopped_early(session: Session) -> str:
+def stopped_early(session: CompiledRun) -> str:
     """Return why a run ends before its last step, or an empty text."""
     if session.hooks is not None and session.hooks.stopped:
         return session.hooks.stopped
@@ -263,7 +265,7 @@ def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step:
         return batch
 
 
-def save_and_evaluate(session: Session, report: Report, state: TrainState, step: int) -> None:
+def save_and_evaluate(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
     """Do what is due after a step; save first: what an evaluation meets, a torn file say, must not cost it.
 
     Args:
@@ -284,7 +286,7 @@ def save_and_evaluate(session: Session, report: Report, state: TrainState, step:
             evaluation(session, report, state, step)
 
 
-def save(session: Session, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
+def save(session: CompiledRun, report: Report, state: TrainState, step: int, *, wait: bool) -> None:
     """Start saving, rows first: a checkpoint without its rows would leave a gap in them.
 
     Args:
@@ -304,7 +306,7 @@ def save(session: Session, report: Report, state: TrainState, step: int, *, wait
     session.checkpoints.save(step, state, session.data.facts, last=wait)
 
 
-def interrupted(session: Session, report: Report, state: TrainState, step: int, reason: Exception) -> None:
+def interrupted(session: CompiledRun, report: Report, state: TrainState, step: int, reason: Exception) -> None:
     """Save where a signal, unreadable data or a hook ended the run before its last step, and say how to go on.
 
     Args:
@@ -389,7 +391,7 @@ def evaluate(
     return Scores(values, int(weight) if math.isfinite(weight) else 0)
 
 
-def evaluation(session: Session, report: Report, state: TrainState, step: int) -> None:
+def evaluation(session: CompiledRun, report: Report, state: TrainState, step: int) -> None:
     """Write the row of an evaluation, on the run's data and its further sets.
 
     Args:

@@ -26,7 +26,7 @@ from mupax.train.parallel import hardware
 from mupax.train.run.report.metrics import MetricsWriter
 from mupax.train.run.report.progress import Profile, Progress, Timing
 from mupax.train.run.runtime import STEP, Runtime
-from mupax.train.run.start import Position
+from mupax.train.run.start import StartState
 from mupax.zoo import flops
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Report(contextlib.ExitStack):
     """
 
     def __init__(
-        self, program: Program, data: Data, rt: Runtime, position: Position, compile_seconds: float, left_out: int
+        self, program: Program, data: Data, rt: Runtime, position: StartState, compile_seconds: float, left_out: int
     ) -> None:
         super().__init__()
         config, log = rt.config, rt.config.log
@@ -125,7 +125,7 @@ class Report(contextlib.ExitStack):
         self._writer: MetricsWriter | None = None
         self._spool = rt.spool
         if rt.processes.leader:
-            step = position.step if position.keeps_rows else None
+            step = position.step if position.keep_metrics else None
             self._writer = MetricsWriter(
                 rt.files,
                 tensorboard=log.tensorboard,

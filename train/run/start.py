@@ -42,7 +42,7 @@ IN_FLIGHT = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Position:
+class StartState:
     """A state to train from.
 
     Attributes:
@@ -54,12 +54,12 @@ class Position:
 
     state: TrainState
     step: int
-    keeps_rows: bool
+    keep_metrics: bool
     evaluated: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class CompiledRun:
     """One run on its devices (`compiled` makes it)."""
 
     program: Program
@@ -156,9 +156,9 @@ def compiled(
     sets: dict[str, Data],
     checkpoints: Checkpoints,
     rt: Runtime,
-    position: Position,
+    position: StartState,
     limit: int | None = None,
-) -> Session:
+) -> CompiledRun:
     """The session of a run, its two programs compiled: the only compilations that the run does, but for images and histograms.
 
     Args:
@@ -189,7 +189,7 @@ def compiled(
     seconds = time.monotonic() - began
     # Patient; the first collective operation waits half a minute for a slower compiler.
     rt.processes.barrier("compiled")
-    keeps = position.keeps_rows
+    keeps = position.keep_metrics
     rows = rt.processes.broadcast("evaluations", lambda: rows_until(rt.files, position.step) if keeps else [])
     evaluations = Evaluations(rt.config, rows)
     if rt.processes.leader:  # a kill may have come before it was kept there
@@ -205,7 +205,7 @@ def compiled(
         from mupax.train.run.report.mirrors.snapshots import Snapshots
 
         snapshots = Snapshots(program, data, inputs)
-    return Session(
+    return CompiledRun(
         program,
         data,
         checkpoints,
@@ -363,9 +363,9 @@ def check_data(data: Data, processes: Processes, name: str = "") -> None:
         )
 
 
-def starting_position(
+def start_state(
     program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, runtime: Runtime
-) -> Position:
+) -> StartState:
     """Where the run starts, after writing config.json.
 
     In the work folder       The state                                     Its metrics
@@ -394,14 +394,14 @@ def starting_position(
         if runtime.resumed or config.resume:
             yet = "no checkpoint yet, " if runtime.resumed else ""
             console.print(f"nothing to resume in {runtime.folder.name}: {yet}starting at step 0")
-        position = Position(make_state(console), step=0, keeps_rows=runtime.resumed)
+        position = StartState(make_state(console), step=0, keep_metrics=runtime.resumed)
     else:
-        state = rewound(program, data, checkpoints, at)
+        state = restore_latest(program, data, checkpoints, at)
         step = int(state.step)  # an earlier one, where the newest was damaged
         evaluated = not config.evaluates_after(step) or runtime.processes.broadcast(
             "evaluated", lambda: metrics.has_evaluation(runtime.files, step)
         )
-        position = Position(state, step, keeps_rows=True, evaluated=evaluated)
+        position = StartState(state, step, keep_metrics=True, evaluated=evaluated)
     around = environment.facts(program.mesh)
     if runtime.resumed:
         from mupax.train.run import resume
@@ -422,7 +422,7 @@ def starting_position(
     return position
 
 
-def rewound(program: Program, data: Data, checkpoints: Checkpoints, at: int | None = None) -> TrainState:
+def restore_latest(program: Program, data: Data, checkpoints: Checkpoints, at: int | None = None) -> TrainState:
     """The state of the newest checkpoint, or the one that the run began with where there is none yet.
 
     Args:

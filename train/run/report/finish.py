@@ -29,7 +29,7 @@ from mupax.train.data import Data
 from mupax.train.run.report import metrics, plotting
 from mupax.train.run.report.progress import duration, quantity
 from mupax.train.run.runtime import Runtime
-from mupax.train.run.start import Session
+from mupax.train.run.start import CompiledRun
 from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def relative(path: Path | str) -> str:
     return str(path) if relative.startswith("..") else relative
 
 
-def leave(session: Session, params: Arrays) -> None:
+def leave(session: CompiledRun, params: Arrays) -> None:
     """Write loss.png, sample.txt or predictions.png into the run's folder, and print the summary.
 
     Every process of the run calls this, since each holds a part of the parameters; one of them writes.
