@@ -14,7 +14,7 @@ from mupax.train.core.state import TrainState
 from mupax.train.run.report.metrics import OWN_NAMES, is_own_name
 
 if TYPE_CHECKING:
-    from mupax.train.run.runtime import Runtime
+    from mupax.train.run.runtime import RunContext
 
 
 HookFunction = Callable[[int, TrainState, "HookRun"], object]
@@ -71,7 +71,7 @@ class HookRun:
         process_count: Number of processes.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: RunContext) -> None:
         self.config: Config = runtime.config
         self.workdir: Path = runtime.folder
         self.process: int = runtime.processes.index
@@ -150,7 +150,7 @@ class Hooks:
         self._calls = 0
         self.stopped = ""
 
-    def begin(self, runtime: Runtime) -> Self:
+    def begin(self, runtime: RunContext) -> Self:
         """Take the run that the hooks are of."""
         self._run = HookRun(runtime)
         return self
@@ -159,7 +159,7 @@ class Hooks:
         """Return the hooks to call after a step."""
         return [hook for hook in self._hooks if step % hook.steps == 0]
 
-    def call(self, runtime: Runtime, state: TrainState, step: int) -> Outcome:
+    def call(self, runtime: RunContext, state: TrainState, step: int) -> Outcome:
         """Call the hooks that are due after a step, and agree with the other processes on what they want.
 
         A reason to stop is in `stopped` afterwards.

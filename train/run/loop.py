@@ -32,7 +32,7 @@ from mupax.train.data import Data, DataError, ReadError, reading
 from mupax.train.parallel.sharding import BatchSharding
 from mupax.train.run.report import finish
 from mupax.train.run.results import Prefetch, Report
-from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, Runtime, runtime
+from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, RunContext, runtime
 from mupax.train.run.start import (
     StartState,
     CompiledRun,
@@ -238,7 +238,7 @@ def stopped_early(session: CompiledRun) -> str:
     return session.evaluations.stopped
 
 
-def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: Runtime, step: int) -> Batch:
+def next_batch(batches: Prefetch[Any, Batch], report: Report, rt: RunContext, step: int) -> Batch:
     """The batch of a step, on the devices.
 
     Args:

@@ -25,7 +25,7 @@ from mupax.train.data import Data
 from mupax.train.parallel import hardware
 from mupax.train.run.report.metrics import MetricsWriter
 from mupax.train.run.report.progress import Profile, Progress, Timing
-from mupax.train.run.runtime import STEP, Runtime
+from mupax.train.run.runtime import STEP, RunContext
 from mupax.train.run.start import StartState
 from mupax.zoo import flops
 
@@ -116,7 +116,7 @@ class Report(contextlib.ExitStack):
     """
 
     def __init__(
-        self, program: Program, data: Data, rt: Runtime, position: StartState, compile_seconds: float, left_out: int
+        self, program: Program, data: Data, rt: RunContext, position: StartState, compile_seconds: float, left_out: int
     ) -> None:
         super().__init__()
         config, log = rt.config, rt.config.log

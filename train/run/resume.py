@@ -26,7 +26,7 @@ from mupax.train.data import Data, DataError, reading
 from mupax.train.parallel import environment, replicas
 from mupax.train.parallel.agreement import AgreementError
 from mupax.train.parallel.processes import Processes
-from mupax.train.run.runtime import Runtime
+from mupax.train.run.runtime import RunContext
 
 _ROWS = 8
 """Rows of the first batch that every process reads to compare them."""
@@ -232,7 +232,7 @@ def _rounds(affects: Affects | None) -> bool:
 
 def announce(
     config: Config,
-    runtime: Runtime,
+    runtime: RunContext,
     step: int,
     sets: Mapping[str, Mapping[str, Any]],
     checkpoints: CheckpointFolder,

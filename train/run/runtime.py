@@ -126,7 +126,7 @@ class Patience:
 
 
 @dataclasses.dataclass(frozen=True)
-class Runtime:
+class RunContext:
     """One process' view of a run's surroundings (`runtime` makes it).
 
     Attributes:
@@ -188,7 +188,7 @@ class Runtime:
 
 
 @contextlib.contextmanager
-def runtime(config: Config) -> Iterator[Runtime]:
+def runtime(config: Config) -> Iterator[RunContext]:
     """The surroundings of a run while entered.
 
     Raises:
@@ -225,7 +225,7 @@ def runtime(config: Config) -> Iterator[Runtime]:
                 from mupax.train.run.restart import memory
 
                 attempt = memory.of_this_process(processes.index, processes.count)
-            yield Runtime(config, folder, spool, resumed, processes, stop, watchdog, console, patience, attempt)
+            yield RunContext(config, folder, spool, resumed, processes, stop, watchdog, console, patience, attempt)
 
 
 def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Spool | None]:

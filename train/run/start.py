@@ -30,7 +30,7 @@ from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
 from mupax.train.run.report.metrics import Evaluations, rows_until
 from mupax.train.run.report.progress import announce
-from mupax.train.run.runtime import Runtime
+from mupax.train.run.runtime import RunContext
 
 if TYPE_CHECKING:
     from mupax.train.run.hooks import Hooks
@@ -65,7 +65,7 @@ class CompiledRun:
     program: Program
     data: Data
     checkpoints: Checkpoints
-    rt: Runtime
+    rt: RunContext
     step_fn: jax.stages.Compiled
     eval_fn: jax.stages.Compiled
     inputs: StepInputs
@@ -88,7 +88,7 @@ class CompiledRun:
     """Lines of the summary about how fast it went, by their label; those of the last attempt."""
 
 
-def memory_limit(program: Program, rt: Runtime, when: str) -> int | None:
+def memory_limit(program: Program, rt: RunContext, when: str) -> int | None:
     """Return the bytes that a device of this run has left, the least over all processes; None where they are not to be checked.
 
     Args:
@@ -155,7 +155,7 @@ def compiled(
     data: Data,
     sets: dict[str, Data],
     checkpoints: Checkpoints,
-    rt: Runtime,
+    rt: RunContext,
     position: StartState,
     limit: int | None = None,
 ) -> CompiledRun:
@@ -241,7 +241,7 @@ def out_of_memory(program: Program) -> Iterator[None]:
         raise memory.OutOfMemory(f"{described}. {fit.advice(program)}") from error
 
 
-def load_data(program: Program, runtime: Runtime) -> Data:
+def load_data(program: Program, runtime: RunContext) -> Data:
     """The run's data; process 0 prepares what the others then read.
 
     Args:
@@ -262,7 +262,7 @@ def load_data(program: Program, runtime: Runtime) -> Data:
     return data
 
 
-def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
+def own_settings(config: Config, runtime: RunContext) -> tuple[DataConfig, str]:
     """Return settings of data that name the tokenizer and the chat template which the run keeps, and a problem with these.
 
     `bpe:SIZE` makes another tokenizer where the data has grown. A new run that starts from another one with the same
@@ -299,7 +299,7 @@ def own_settings(config: Config, runtime: Runtime) -> tuple[DataConfig, str]:
     return own_files.settings(recorded, facts, own, config.data), problem
 
 
-def check_tokenizer(data: Data, runtime: Runtime, problem: str) -> None:
+def check_tokenizer(data: Data, runtime: RunContext, problem: str) -> None:
     """Refuse to resume with another tokenizer than the one that made the run's tokens.
 
     Args:
@@ -321,7 +321,7 @@ def check_tokenizer(data: Data, runtime: Runtime, problem: str) -> None:
         )
 
 
-def load_sets(program: Program, data: Data, runtime: Runtime) -> dict[str, Data]:
+def load_sets(program: Program, data: Data, runtime: RunContext) -> dict[str, Data]:
     """What a run evaluates on beside its own data, by name; process 0 prepares it as it does that.
 
     Args:
@@ -364,7 +364,7 @@ def check_data(data: Data, processes: Processes, name: str = "") -> None:
 
 
 def start_state(
-    program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, runtime: Runtime
+    program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, runtime: RunContext
 ) -> StartState:
     """Where the run starts, after writing config.json.
 

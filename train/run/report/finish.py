@@ -28,7 +28,7 @@ from mupax.train.core.step import StepInputs, logits_of
 from mupax.train.data import Data
 from mupax.train.run.report import metrics, plotting
 from mupax.train.run.report.progress import duration, quantity
-from mupax.train.run.runtime import Runtime
+from mupax.train.run.runtime import RunContext
 from mupax.train.run.start import CompiledRun
 from mupax.zoo.definition import Arrays
 
@@ -390,7 +390,7 @@ def leave(session: CompiledRun, params: Arrays) -> None:
         )
 
 
-def _show(rt: Runtime, step: int, text: str) -> None:
+def _show(rt: RunContext, step: int, text: str) -> None:
     """The sample in TensorBoard, in a file of its own: that of the rows is closed."""
     from mupax.train.run.report.mirrors.trackers import Media, TensorBoard
 
@@ -436,7 +436,7 @@ def _prompt(config: Config, data: Data) -> str:
 
 
 @contextlib.contextmanager
-def _extra(rt: Runtime, what: str) -> Iterator[None]:
+def _extra(rt: RunContext, what: str) -> Iterator[None]:
     """Something without which the run is whole: where it fails, a line says so."""
     try:
         yield
