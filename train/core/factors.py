@@ -21,7 +21,7 @@ from mupax.zoo.definition import LIKE, Definition
 TOLERANCE = 0.02
 """Relative difference of two rates that are the same: betas and Nesterov momentum change a first step by a common factor."""
 
-Numbers = dict[str, np.ndarray]
+ParamValues = dict[str, np.ndarray]
 """Name to float32 [] or, for a parameter stacked over layers, [layers]."""
 
 
@@ -31,11 +31,11 @@ class Factors(NamedTuple):
     `forward` has one per `mupax.zoo.definition.Factor`, but for a skip that is 1 everywhere: the program is then made without it.
     """
 
-    multiplier: Numbers
-    lr: Numbers
-    eps: Numbers
-    weight_decay: Numbers
-    forward: Numbers
+    multiplier: ParamValues
+    lr: ParamValues
+    eps: ParamValues
+    weight_decay: ParamValues
+    forward: ParamValues
 
     def moving(self, trained: Collection[str]) -> Factors:
         """These factors for a run that trains only some parameters: the others have multipliers, and no rate."""
@@ -71,7 +71,7 @@ def resolve(preset: Preset, definition: Definition, optimizer: str = "adam", dec
     scales = {name: one(name, spec) for name, spec in definition.specs.items()}
     forward = {name: _forward(preset, definition, declared) for name, declared in definition.factors.items()}
 
-    def column(field: str) -> Numbers:
+    def column(field: str) -> ParamValues:
         return {name: _number(getattr(s, field), definition.specs[name], definition) for name, s in scales.items()}
 
     columns = {field: column(field) for field in ("multiplier", "lr", "eps", "weight_decay")}
@@ -102,7 +102,7 @@ def layer_decayed(factors: Factors, definition: Definition, decay: float) -> Fac
     return factors._replace(lr={name: np.asarray(lr * one(name), np.float32) for name, lr in factors.lr.items()})
 
 
-def init_stds(preset: Preset, definition: Definition) -> Numbers:
+def init_stds(preset: Preset, definition: Definition) -> ParamValues:
     """Initial standard deviation (for gains: value) of every parameter, by name; and whose numbers keys start from, if not their own.
 
     Args:
@@ -124,7 +124,7 @@ def draw_of(name: str) -> np.ndarray:
     return np.asarray(zlib.crc32(name.encode()), np.uint32)
 
 
-def _alike(preset: Preset, definition: Definition) -> Numbers:
+def _alike(preset: Preset, definition: Definition) -> ParamValues:
     queries = {name for name, spec in definition.specs.items() if spec.role is Role.QUERY}
     draws = {}
     for name, spec in definition.specs.items():

@@ -265,7 +265,7 @@ def _is_narrow(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jnp.bfloat16
 
 
-class Hyper(NamedTuple):
+class OptimizerHyperparams(NamedTuple):
     """The optimizer's numbers, float32 scalars. `schedule` is [`length`] for a run and [] inside a step (see `at`)."""
 
     peak_lr: Any
@@ -274,12 +274,12 @@ class Hyper(NamedTuple):
     weight_decay: Any
     eps: Any
 
-    def at(self, step: jax.Array) -> Hyper:
+    def at(self, step: jax.Array) -> OptimizerHyperparams:
         """The numbers of one step; steps past the end of the schedule keep its last value."""
         return self._replace(schedule=jnp.asarray(self.schedule)[jnp.minimum(step, len(self.schedule) - 1)])
 
 
-def hyper(config: OptimizerConfig, steps: int) -> Hyper:
+def hyper(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
     """The optimizer's numbers for a whole run, on the host; no weight decay where the optimizer reads none.
 
     Args:
@@ -287,7 +287,7 @@ def hyper(config: OptimizerConfig, steps: int) -> Hyper:
         steps: of the run; the schedule goes on at its last value.
     """
     table = schedule_table(config, steps)
-    return Hyper(
+    return OptimizerHyperparams(
         peak_lr=np.float32(config.peak_lr),
         schedule=np.pad(table, (0, length(steps) - steps), mode="edge"),
         weight_decay=np.float32(config.weight_decay if "weight_decay" in OPTIMIZERS[config.name].reads else 0.0),
@@ -382,7 +382,7 @@ def apply_gradients(
     params: Any,
     *,
     factors: Any,
-    hyper: Hyper,
+    hyper: OptimizerHyperparams,
     rounding_seed: Any = None,
     step: Any = None,
 ) -> tuple[Any, Any]:

@@ -45,7 +45,7 @@ from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
 from mupax.train.core import optimizer
 from mupax.train.core import state as core_state
-from mupax.train.core.factors import Numbers, check_run, init_stds, layer_decayed, resolve
+from mupax.train.core.factors import ParamValues, check_run, init_stds, layer_decayed, resolve
 from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
 from mupax.train.core.step import compile_eval_step, compile_logits, trace_train_step
 from mupax.train.data import cache
@@ -247,7 +247,7 @@ class Program:
     tx: optax.GradientTransformationExtraArgs
     abstract: TrainState
     initializer: Initializer
-    stds: Numbers
+    stds: ParamValues
     inputs: StepInputs
     """On the host."""
 

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mupax.presets.roles import ParamSpec
 from mupax.train.config.run import FaultsConfig
 from mupax.train.core.factors import Factors
-from mupax.train.core.optimizer import Hyper
+from mupax.train.core.optimizer import OptimizerHyperparams
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import LIKE, Arrays, Definition
 from mupax.zoo.layers import initial
@@ -197,7 +197,7 @@ class StepInputs(NamedTuple):
     """What a step reads besides state and batch: numbers that are data to the compiled program, never constants in it."""
 
     factors: Factors
-    hyper: Hyper
+    hyper: OptimizerHyperparams
     reference: Arrays | None = None
     """Initial parameters where the output is centred, whose logits are subtracted; else None."""
     ema_decay: Any = None

@@ -17,7 +17,7 @@ from mupax import command_line, terminal
 from mupax.presets import Form, Preset, PresetError
 
 if TYPE_CHECKING:
-    from mupax.train.core.factors import Numbers
+    from mupax.train.core.factors import ParamValues
     from mupax.train.core.state import TrainState
     from mupax.zoo.definition import Definition
 
@@ -101,7 +101,7 @@ def convert(
     return jax.tree.map(lambda new, old: jnp.asarray(new, old.dtype), converted, state)
 
 
-def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> Numbers:
+def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> ParamValues:
     """How many times larger each parameter's multiplier is under `after`, by name, [] or [layers].
 
     Args:

@@ -214,7 +214,7 @@ def test_no_schedule_changes_the_ratio_of_two_rates():
     grads = {n: jnp.ones(leaf.shape) for n, leaf in MODEL.abstract.items()}
 
     @jax.jit
-    def update(hyper: optimizer.Hyper, step: int) -> Any:
+    def update(hyper: optimizer.OptimizerHyperparams, step: int) -> Any:
         return tx.update(grads, tx.init(params), params, factors=factors, hyper=hyper.at(step))[0]  # pyright: ignore
 
     for name, schedule in rate_schedules().items():

@@ -164,7 +164,7 @@ def descent(definition: Definition, factors: Factors, config: OptimizerConfig) -
         config: the optimizer.
     """
     tx = chains.build(dataclasses.replace(config, clip_norm=None), definition.specs)
-    hyper = chains.Hyper(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
+    hyper = chains.OptimizerHyperparams(peak_lr=1.0, schedule=1.0, weight_decay=0.0, eps=config.eps)
     return lambda grads: chains.first_step(tx, config.name, grads, None, factors=factors, hyper=hyper)[0]
 
 

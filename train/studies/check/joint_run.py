@@ -24,7 +24,7 @@ from mupax.train.config import joint, sizes
 from mupax.train.config.devices import MeshConfig
 from mupax.train.config.run import Config
 from mupax.train.core.factors import Factors
-from mupax.train.core.optimizer import Hyper, schedule_table
+from mupax.train.core.optimizer import OptimizerHyperparams, schedule_table
 from mupax.train.core.program import assemble
 from mupax.train.studies.check.judge import Finding, judge
 from mupax.train.studies.check.theory import Expected
@@ -166,7 +166,9 @@ def _program(
         return {name: rows[i:j].reshape(*shape, STILL + 1, _ENTRIES) for (name, shape), i, j in parts}
 
     @jax.jit
-    def train(factors: Factors, hyper: Hyper, scale: jax.Array, batch_ratio: jax.Array) -> tuple[jax.Array, ...]:
+    def train(
+        factors: Factors, hyper: OptimizerHyperparams, scale: jax.Array, batch_ratio: jax.Array
+    ) -> tuple[jax.Array, ...]:
         # Weights stay where they are: nothing but decay acts on what gets no gradient, and it pulls alike at every step.
         params = jnp.zeros((ends[-1], STILL + 1, _ENTRIES)).at[:, STILL].set(1.0)
 
