@@ -260,7 +260,7 @@ class Program:
         """A fresh state on the mesh."""
         return self.initializer.state(self.config.seed, self.stds)
 
-    def renumbered(self, config: Config) -> Program:
+    def with_config(self, config: Config) -> Program:
         """This program with the numbers of a config that differs in nothing else.
 
         Raises:

@@ -195,7 +195,7 @@ def final_loss(config: Config, steps: int | None = None) -> float:
     optimizer = dataclasses.replace(config.optimizer, peak_lr=1.0, layer_decay=1.0)
     plain = dataclasses.replace(config, seed=0, workdir=None, init=InitConfig(), data=shape, optimizer=optimizer)
     program, train_step, eval_step = _compiled(plain)
-    program = program.renumbered(config)
+    program = program.with_config(config)
     source = data.load(config.data, config.model, seed=config.data_seed, note=lambda line: None)
     if config.init.init_from is not None:
         state = init_from.initial_state(program, init_from.prepare(program))

@@ -308,7 +308,7 @@ def grouped(
         if shape not in programs:
             programs[shape] = assemble(config, devices, swept=True)
             fit.check_state(programs[shape], fit.limit_of(programs[shape]), saves=False)
-        program = programs[shape].renumbered(config)
+        program = programs[shape].with_config(config)
         structure = repr(jax.tree.map(jax.typeof, program.inputs))  # a preset may have a factor that others do not
         groups.setdefault((shape, structure), []).append((index, program))
     return groups
