@@ -72,7 +72,9 @@ def limits(config: FaultsConfig) -> Limits:
     return Limits(np.float32(deviations), np.bool_(config.skip_spikes))
 
 
-def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array) -> tuple[jax.Array, jax.Array, Health]:
+def check_step(
+    health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array
+) -> tuple[jax.Array, jax.Array, Health]:
     """Whether a step's update is applied (bool []), whether its loss is a spike (bool []), and the counters after it.
 
     A loss is a spike where it exceeds the running mean by so many running standard deviations. Mean and variance are
@@ -105,7 +107,7 @@ def judge(health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array)
     return keep, spike, Health(*(jnp.asarray(new, old.dtype) for new, old in zip(after, health, strict=True)))
 
 
-def applied(keep: jax.Array, update: Callable[..., tuple], before: tuple, *, platform: str) -> tuple:
+def apply_if(keep: jax.Array, update: Callable[..., tuple], before: tuple, *, platform: str) -> tuple:
     """Return `update(*before)` if a step is kept, else `before`; the same bits either way it is done.
 
     On CPU by a branch, which writes every array where it lay. Chosen there element by element, what an update reads of the

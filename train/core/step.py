@@ -323,7 +323,7 @@ def make_train_step(
         grads, sums = gradients(definition, state.params, run, batch, accumulation_steps, layout=layout)
         squares = core_state.squares(grads, definition.specs)
         loss, grad_norm = sums.loss / sums.weight, jnp.sqrt(jnp.sum(squares))
-        keep, spike, health = core_state.judge(state.health, run.limits, loss, grad_norm)
+        keep, spike, health = core_state.check_step(state.health, run.limits, loss, grad_norm)
         hyper = run.hyper.at(state.step)
 
         def update(trained: Arrays, opt_state: Any, average: Arrays | None) -> tuple[Arrays, Any, Arrays | None]:
@@ -342,7 +342,7 @@ def make_train_step(
             return moved, opt_state, average
 
         before = {name: state.params[name] for name in grads}, state.opt_state, state.ema
-        trained, opt_state, average = core_state.applied(keep, update, before, platform=layout.platform)
+        trained, opt_state, average = core_state.apply_if(keep, update, before, platform=layout.platform)
         params = {**state.params, **trained}
         flags = [1 - keep.astype(jnp.int32), spike.astype(jnp.int32), health.in_a_row]
         metrics = {"loss": loss, "grad_norm": grad_norm, "weight": sums.weight}

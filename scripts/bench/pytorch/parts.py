@@ -165,7 +165,7 @@ def update(program: Program) -> Part:
 
         before = (state.params, state.opt_state)
         platform = program.layout.platform
-        params, opt_state = core_state.applied(jnp.isfinite(norm), moved, before, platform=platform)
+        params, opt_state = core_state.apply_if(jnp.isfinite(norm), moved, before, platform=platform)
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state), norm
 
     grads = jax.tree.map(lambda p: jnp.full_like(p, 1e-3), state.params)

@@ -93,7 +93,7 @@ def test_the_first_parameter_is_named_with_its_role_and_layer(program_and_step: 
 
 
 def judged(losses: list[float], limits: Limits) -> tuple[list[bool], list[bool], Health]:
-    judge, health, keeps, spikes = jax.jit(bad_numbers.judge), Health(), [], []
+    judge, health, keeps, spikes = jax.jit(bad_numbers.check_step), Health(), [], []
     for loss in losses:
         keep, spike, health = judge(health, limits, np.float32(loss), np.float32(1))
         keeps.append(bool(keep))
