@@ -25,7 +25,7 @@ Splits = tuple[tuple[str, ...], ...]
 """Mesh axes of every dimension."""
 
 
-def inside(layout: Layout, definition: Definition) -> Manual | None:
+def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
     """Return the layout inside of which a model's gradients are taken, or None if no parameter is split by the batch's devices.
 
     The layout is also None in two other cases, which are left to the compiler: devices split anything but examples (positions,
@@ -36,9 +36,9 @@ def inside(layout: Layout, definition: Definition) -> Manual | None:
         layout: the one outside.
         definition: the model.
     """
-    manual = Manual(layout, definition.sizes)
+    manual = ManualFsdpLayout(layout, definition.sizes)
     other_axes = {name for axis in layout.rules for name in layout.names(axis)} - set(manual.batch)
-    split = any(part for spec in definition.specs.values() for part in manual.splits(spec.axes))
+    split = any(part for spec in definition.specs.values() for part in manual.partition(spec.axes))
     if not split or other_axes:
         return None
     module: Any = getattr(definition.graph.nodes[0], "type", None)
@@ -54,7 +54,7 @@ def inside(layout: Layout, definition: Definition) -> Manual | None:
     return None
 
 
-class Manual(Layout):
+class ManualFsdpLayout(Layout):
     """A layout as it is inside of `shard_map`: every array is one device's part, and nothing is left for the compiler to split.
 
     Args:
@@ -64,23 +64,23 @@ class Manual(Layout):
 
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
         super().__init__(whole.mesh, whole.rules)
-        self.whole, self.sizes = whole, sizes
+        self.replicated, self.sizes = whole, sizes
         self.rings, self.gradient_dtype, self.room = whole.rings, whole.gradient_dtype, whole.room
         self.batch = whole.names("batch")
         """Mesh axes that split examples."""
 
     def names(self, axis: str | None) -> tuple[str, ...]:
-        return self.whole.names(axis) if axis == "experts" else ()
+        return self.replicated.names(axis) if axis == "experts" else ()
 
-    def splits(self, axes: Axes) -> Splits:
+    def partition(self, axes: Axes) -> Splits:
         """The mesh axes of the batch that split each dimension of a parameter."""
-        spec = self.whole.sharding(axes, tuple(self.sizes[axis or ""] for axis in axes)).spec
+        spec = self.replicated.sharding(axes, tuple(self.sizes[axis or ""] for axis in axes)).spec
         parts = [(part,) if isinstance(part, str) else part or () for part in spec]
         return tuple(parts)
 
     def spec(self, axes: Axes) -> PartitionSpec:
         """The same, as `shard_map` takes it."""
-        return PartitionSpec(*(part or None for part in self.splits(axes)))
+        return PartitionSpec(*(part or None for part in self.partition(axes)))
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
         return x
@@ -100,7 +100,7 @@ class Manual(Layout):
             copies: those of them that count matrices of their own (`ParamSpec.copies`): of experts a device keeps its own, to which
                 the others send their tokens.
         """
-        splits = self.splits(axes)
+        splits = self.partition(axes)
         own = {name for axis, names in zip(axes, splits, strict=True) if axis in copies for name in names}
         splits = tuple(() if axis in copies else names for axis, names in zip(axes, splits, strict=True))
         return _gather(self, splits, tuple(name for name in self.batch if name not in own), w)
@@ -126,7 +126,7 @@ class Manual(Layout):
     def by_layer(self, spec: ParamSpec) -> bool:
         return spec.stacked and spec.role not in VECTORS
 
-    def early(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def gather_outside_layers(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
         def later(spec: ParamSpec) -> bool:
             return self.by_layer(spec) or spec.role is Role.READOUT or "vocab" in spec.axes
 
@@ -145,7 +145,7 @@ class Manual(Layout):
             index: of the rows, of this device's examples.
             axes: logical axes of the table.
         """
-        rows, columns = self.splits(axes)
+        rows, columns = self.partition(axes)
         if rows or not columns:
             return self.gather(table, axes)[index]
         table = _gather(self, ((), ()), tuple(name for name in self.batch if name not in columns), table)
@@ -165,12 +165,12 @@ class Manual(Layout):
         return jnp.sum(parts, axis=dimension, dtype=jnp.float32).astype(x.dtype)
 
     def readout(self, axes: Axes, width: int, tokens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        rows, columns = self.splits(axes)
+        rows, columns = self.partition(axes)
         if columns or not rows:
             return (), tokens  # gathered before
         return rows, (*tokens, *(name for name in self.batch if name not in rows))
 
-    def mapped(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+    def shard_mapped(self, function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
         """Return `function` inside of `shard_map`; it passes this layout to what it calls.
 
         Args:

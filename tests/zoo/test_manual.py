@@ -20,7 +20,7 @@ from mupax.train.core.program import assemble
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo import collectives, manual
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
-from mupax.zoo.manual import Manual
+from mupax.zoo.manual import ManualFsdpLayout
 
 WEIGHTS = np.random.default_rng(0).integers(-9, 9, (16, 3)).astype(np.float32)
 INPUTS = np.random.default_rng(1).integers(-9, 9, (8, 16)).astype(np.float32)
@@ -47,7 +47,9 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collectives, "torus", lambda devices: sizes)
-    layout = Manual(MeshLayout(make_mesh(MeshConfig(data=1, fsdp=8)), rings=True), {"embed": 16, "classes": 3})
+    layout = ManualFsdpLayout(
+        MeshLayout(make_mesh(MeshConfig(data=1, fsdp=8)), rings=True), {"embed": 16, "classes": 3}
+    )
     split = layout.spec(("embed", "classes"))
     assert split == P("fsdp", None)
 
@@ -56,14 +58,14 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
         part = collectives.reduce_scatter(mine, ("fsdp",), 0, layout=layout)
         return part, collectives.all_gather(part, ("fsdp",), 0)
 
-    part, whole = jax.jit(layout.mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
+    part, whole = jax.jit(layout.shard_mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
     np.testing.assert_array_equal(part, 28 * WEIGHTS)
     np.testing.assert_array_equal(whole, 28 * WEIGHTS)
     # The control: the dimensions in another order give every device another's part.
     if len(sizes) > 1:
         rings = collectives._rings
         monkeypatch.setattr(collectives, "_rings", lambda mesh, names: rings(mesh, names)[::-1])
-        part, _ = jax.jit(layout.mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
+        part, _ = jax.jit(layout.shard_mapped(scatter_and_gather, P(), (split, P())))(WEIGHTS)
         assert not np.array_equal(part, 28 * WEIGHTS)
 
 
@@ -71,14 +73,14 @@ def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
 def test_over_two_mesh_axes_a_part_is_that_of_both_at_once(platform: str) -> None:
     """On TPU sums go over one after the other; whole arrays are gathered so everywhere. Whole numbers: sums are exact."""
     names = ("fsdp", "experts")
-    layout = Manual(MeshLayout(make_mesh(MeshConfig(data=1, fsdp=4, experts=2))), {})
+    layout = ManualFsdpLayout(MeshLayout(make_mesh(MeshConfig(data=1, fsdp=4, experts=2))), {})
     layout.platform = platform
 
     def scatter_and_gather(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = collectives.reduce_scatter(x * jax.lax.axis_index(names), names, 0, layout=layout)
         return part, collectives.all_gather(part, names, 0)
 
-    mapped = jax.jit(layout.mapped(scatter_and_gather, P(), (P(names), P())))
+    mapped = jax.jit(layout.shard_mapped(scatter_and_gather, P(), (P(names), P())))
     for output in mapped(WEIGHTS):
         np.testing.assert_array_equal(output, 28 * WEIGHTS)
     assert mapped.lower(WEIGHTS).as_text().count("reduce_scatter") == {"cpu": 1, "tpu": 2}[platform]
@@ -86,7 +88,7 @@ def test_over_two_mesh_axes_a_part_is_that_of_both_at_once(platform: str) -> Non
 
 @pytest.mark.parametrize("names", [("fsdp",), ("data", "fsdp"), ("fsdp", "data")], ids=",".join)
 def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...]) -> None:
-    layout = Manual(MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)), gradient_dtype="bfloat16"), {})
+    layout = ManualFsdpLayout(MeshLayout(make_mesh(MeshConfig(data=2, fsdp=4)), gradient_dtype="bfloat16"), {})
     values = np.random.default_rng(2).uniform(1, 2, (8, 3, 16)).astype(np.float32)  # of each device
     split = P(None, names)
 
@@ -95,7 +97,7 @@ def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...])
         summed = jax.lax.psum_scatter(x[0].astype(jnp.bfloat16), names, scatter_dimension=1, tiled=True)
         return (jax.lax.psum(mine, "data"), summed) if names == ("fsdp",) else (mine, summed)
 
-    sent, summed = jax.jit(layout.mapped(part, P(("data", "fsdp")), (split, split)))(values)
+    sent, summed = jax.jit(layout.shard_mapped(part, P(("data", "fsdp")), (split, split)))(values)
     assert sent.dtype == jnp.float32
     rounded = values.astype(jnp.bfloat16).astype(np.float32)  # exact sums of eight
     np.testing.assert_array_equal(sent, rounded.sum(axis=0))
@@ -103,14 +105,14 @@ def test_rounded_summands_are_sent_and_summed_in_float32(names: tuple[str, ...])
 
 
 def gradient(mesh: MeshConfig, summed: tuple[str, ...] | None = None) -> jax.Array:
-    layout = Manual(MeshLayout(make_mesh(mesh)), {"embed": 16, "classes": 3})
-    split, splits = layout.spec(("embed", "classes")), layout.splits(("embed", "classes"))
+    layout = ManualFsdpLayout(MeshLayout(make_mesh(mesh)), {"embed": 16, "classes": 3})
+    split, splits = layout.spec(("embed", "classes")), layout.partition(("embed", "classes"))
 
     def loss(w: jax.Array, x: jax.Array) -> jax.Array:
         w = layout.gather(w, ("embed", "classes")) if summed is None else manual._gather(layout, splits, summed, w)
         return jnp.sum(jnp.square(x @ w))
 
-    return jax.jit(layout.mapped(jax.grad(loss), (split, P(layout.batch)), split))(WEIGHTS, INPUTS)
+    return jax.jit(layout.shard_mapped(jax.grad(loss), (split, P(layout.batch)), split))(WEIGHTS, INPUTS)
 
 
 def test_the_gradient_of_a_gathered_parameter_is_summed_over_all_that_split_the_batch() -> None:

@@ -30,7 +30,7 @@ from mupax.zoo.definition import Arrays, Definition
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
-    from mupax.zoo.manual import Manual
+    from mupax.zoo.manual import ManualFsdpLayout
 
 
 def free_format(leaf: jax.ShapeDtypeStruct) -> Format:
@@ -239,12 +239,12 @@ def gradients(
 
         inputs = (specs, whole, specs if run.reference else whole, whole, PartitionSpec(manual.batch))
         outputs = ({name: spec for name, spec in specs.items() if name in run.factors.lr}, whole)
-        mapped = manual.mapped(local, inputs, outputs)
+        mapped = manual.shard_mapped(local, inputs, outputs)
         grads, sums = mapped(params, run.factors, run.reference, run.z_loss, batch)
     return jax.tree.map(lambda g: (g / sums.weight).astype(g.dtype), grads), sums
 
 
-def _manual_layout(definition: Definition, layout: Layout) -> Manual | None:
+def _manual_layout(definition: Definition, layout: Layout) -> ManualFsdpLayout | None:
     """Return the layout inside of which gradients are summed by hand, or None if no parameter is split by the batch's devices."""
     if not {name for axis in definition.sizes for name in layout.names(axis)} & set(layout.names("batch")):
         return None

@@ -18,7 +18,7 @@ from mupax.train.core.program import Program
 from mupax.train.pods import compiled as pods_compiled
 from mupax.train.pods.compiled import Compiled, compile_for
 from mupax.train.pods.hlo import Collective
-from mupax.zoo.manual import Manual
+from mupax.zoo.manual import ManualFsdpLayout
 from tests.train.pods.test_command import DEPTH, config_of
 
 pytestmark = pytest.mark.tpu
@@ -112,7 +112,7 @@ def test_control_free_layouts_pad_the_state(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_control_an_embedding_that_is_gathered_whole_is_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Manual, "lookup", lambda self, table, index, axes: self.gather(table, axes)[index])
+    monkeypatch.setattr(ManualFsdpLayout, "lookup", lambda self, table, index, axes: self.gather(table, axes)[index])
     executable = step("v5e:4x4")
     assert sent(of(executable, "all-gather", inside=False)) > 1.5 * 2 * WIDTH * VOCAB
     assert sent(of(executable, "all-reduce", inside=False)) > 1.25 * 4 * WIDTH * VOCAB
