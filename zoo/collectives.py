@@ -41,7 +41,7 @@ def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int, *, layo
     """
     if names and layout.gradient_dtype:
         return layout.exchange(x, names, dimension)
-    if layout.rings:
+    if layout.per_axis_reduce_scatter:
         rings = _rings(layout.mesh, names)
     elif layout.platform == "tpu":
         rings = [(name, None) for name in names]

@@ -134,7 +134,7 @@ class Definition:
         """
         ones = {n: np.ones(f["shape"], np.float32) for n, f in self.factors.items() if f["kind"] == "skip"}
         variables = {name: Factor(value) for name, value in {**ones, **factors}.items()}
-        params = layout.early(params, self.specs)
+        params = layout.gather_outside_layers(params, self.specs)
         variables |= {name: nnx.Param(value, spec=self.specs[name]) for name, value in params.items()}
         module = nnx.merge(self.graph, nnx.from_flat_state({_path(name): leaf for name, leaf in variables.items()}))
         if layout is not ONE_DEVICE:

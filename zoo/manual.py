@@ -37,7 +37,7 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
         definition: the model.
     """
     manual = ManualFsdpLayout(layout, definition.sizes)
-    other_axes = {name for axis in layout.rules for name in layout.names(axis)} - set(manual.batch)
+    other_axes = {name for axis in layout.rules for name in layout.mesh_axes(axis)} - set(manual.batch)
     split = any(part for spec in definition.specs.values() for part in manual.partition(spec.axes))
     if not split or other_axes:
         return None
@@ -65,12 +65,12 @@ class ManualFsdpLayout(Layout):
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
         super().__init__(whole.mesh, whole.rules)
         self.replicated, self.sizes = whole, sizes
-        self.rings, self.gradient_dtype, self.room = whole.rings, whole.gradient_dtype, whole.room
-        self.batch = whole.names("batch")
+        self.rings, self.gradient_dtype, self.room = whole.per_axis_reduce_scatter, whole.gradient_dtype, whole.room
+        self.batch = whole.mesh_axes("batch")
         """Mesh axes that split examples."""
 
     def names(self, axis: str | None) -> tuple[str, ...]:
-        return self.replicated.names(axis) if axis == "experts" else ()
+        return self.replicated.mesh_axes(axis) if axis == "experts" else ()
 
     def partition(self, axes: Axes) -> Splits:
         """The mesh axes of the batch that split each dimension of a parameter."""

@@ -40,7 +40,7 @@ class Layout:
             dimensions of one array want the same mesh axis, the first one takes it.
     """
 
-    rings = False
+    per_axis_reduce_scatter = False
     """Whether sums that are scattered go along one dimension of a torus at a time (`--xla-flags scatter`)."""
 
     zigzag = False
@@ -70,17 +70,17 @@ class Layout:
         return self.mesh.devices.flat[0].platform
 
     @functools.cached_property
-    def kind(self) -> str:
+    def device_kind(self) -> str:
         """Name that JAX gives to this kind of device."""
         return self.mesh.devices.flat[0].device_kind
 
-    def names(self, axis: str | None) -> tuple[str, ...]:
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
         return tuple(name for name in self.rules.get(axis or "", ()) if self.mesh.shape[name] > 1)
 
-    def ways(self, axis: str | None) -> int:
+    def num_shards(self, axis: str | None) -> int:
         """Parts that a logical axis is split into."""
-        return math.prod(self.mesh.shape[name] for name in self.names(axis))
+        return math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
         """The sharding of an array; a dimension that its mesh axes do not divide stays whole.
@@ -105,7 +105,7 @@ class Layout:
         places = jnp.arange(length)
         if not self.zigzag:
             return places
-        parts = 2 * self.ways("sequence")
+        parts = 2 * self.num_shards("sequence")
         part, within = jnp.divmod(places, length // parts)
         return jnp.where(part % 2, parts - 1 - part // 2, part // 2) * (length // parts) + within
 
@@ -155,7 +155,7 @@ class Layout:
         del spec
         return False
 
-    def early(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def gather_outside_layers(self, params: Mapping[str, Any], specs: Mapping[str, Any]) -> Mapping[str, Any]:
         """Parameters by name, those gathered that are not where they are read: all but tables, readouts and a stack's matrices.
 
         Args:
@@ -184,15 +184,15 @@ class Layout:
             width: rows of it.
             tokens: mesh axes that split what it reads.
         """
-        rows = self.names(axes[0])
-        rows = rows if set(rows) <= set(tokens) and width % self.ways(axes[0]) == 0 else ()
+        rows = self.mesh_axes(axes[0])
+        rows = rows if set(rows) <= set(tokens) and width % self.num_shards(axes[0]) == 0 else ()
         return rows, tuple(name for name in tokens if name not in rows)
 
     def _spec(self, axes: Axes, shape: tuple[int, ...] | None = None) -> PartitionSpec:
         parts: list[str | tuple[str, ...] | None] = []
         used: set[str] = set()
         for index, axis in enumerate(axes):
-            names = tuple(name for name in self.names(axis) if name not in used)
+            names = tuple(name for name in self.mesh_axes(axis) if name not in used)
             if shape is not None and shape[index] % math.prod(self.mesh.shape[name] for name in names):
                 names = ()
             used.update(names)

@@ -305,16 +305,16 @@ def _plan(reading: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], lay
     width, vocab = reading.features.shape[-1], reading.weight.shape[1]
     # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
     tokens = tuple(
-        axis if size % layout.ways(axis) == 0 else None
+        axis if size % layout.num_shards(axis) == 0 else None
         for axis, size in zip(("batch", "sequence"), targets.shape, strict=False)
     )
-    summed = tuple(name for axis in tokens for name in layout.names(axis))
-    rows = targets.size // math.prod(layout.ways(axis) for axis in tokens)
+    summed = tuple(name for axis in tokens for name in layout.mesh_axes(axis))
+    rows = targets.size // math.prod(layout.num_shards(axis) for axis in tokens)
     scattered, shared = layout.readout(axes, width, summed)
-    column = None if vocab % layout.ways(axes[1]) or set(layout.names(axes[1])) & set(summed) else axes[1]
-    columns, itemsize = vocab // layout.ways(column), reading.features.dtype.itemsize
-    work = Work(rows, columns, width, itemsize, layout.platform, layout.kind, layout.room)
-    return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.names(column))
+    column = None if vocab % layout.num_shards(axes[1]) or set(layout.mesh_axes(axes[1])) & set(summed) else axes[1]
+    columns, itemsize = vocab // layout.num_shards(column), reading.features.dtype.itemsize
+    work = Work(rows, columns, width, itemsize, layout.platform, layout.device_kind, layout.room)
+    return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.mesh_axes(column))
 
 
 def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[LossSums, ReadoutInputs | None]:

@@ -246,7 +246,7 @@ def gradients(
 
 def _manual_layout(definition: Definition, layout: Layout) -> ManualFsdpLayout | None:
     """Return the layout inside of which gradients are summed by hand, or None if no parameter is split by the batch's devices."""
-    if not {name for axis in definition.sizes for name in layout.names(axis)} & set(layout.names("batch")):
+    if not {name for axis in definition.sizes for name in layout.mesh_axes(axis)} & set(layout.mesh_axes("batch")):
         return None
     from mupax.zoo import manual
 

@@ -181,10 +181,10 @@ class MeshLayout(Layout):
         for name, spec in definition.specs.items():
             shape = definition.abstract[name].shape
             for axis, size in zip(spec.axes, shape, strict=True):
-                if size % self.ways(axis) and axis not in MAY_STAY_WHOLE:
+                if size % self.num_shards(axis) and axis not in MAY_STAY_WHOLE:
                     raise MeshError(
                         f"{self._named(axis)} does not divide axis {axis!r} of size {size} ({name}); "
-                        f"write {self._fitting(axis, size)}, or a model whose {axis} is a multiple of {self.ways(axis)}"
+                        f"write {self._fitting(axis, size)}, or a model whose {axis} is a multiple of {self.num_shards(axis)}"
                     )
             shardings[name] = self.sharding(spec.axes, shape)
         return shardings
@@ -199,12 +199,12 @@ class MeshLayout(Layout):
             MeshError: the positions are not a multiple of the devices that split them, or experts have a capacity.
         """
         factor = model.routing.capacity_factor if isinstance(model, TransformerConfig) else None
-        if factor is not None and self.ways("sequence") > 1:
+        if factor is not None and self.num_shards("sequence") > 1:
             raise MeshError(
                 f"model.routing.capacity_factor {factor} gives room to an example's first tokens, which no device has in order "
                 f"under {self._named('sequence')}; leave it out (no token is dropped), or write mesh.sequence 1"
             )
-        sizes, ways = model.sizes(), self.ways("sequence")
+        sizes, ways = model.sizes(), self.num_shards("sequence")
         for length in (sizes[axis] for axis in ("position", "source") if sizes.get(axis, 0) % ways):
             made_of, instead = model.splitting_hint(ways)
             raise MeshError(
@@ -218,13 +218,13 @@ class MeshLayout(Layout):
         Raises:
             MeshError: either; that experts do not split evenly is said by `parameters`.
         """
-        if not (names := self.names("experts")):
+        if not (names := self.mesh_axes("experts")):
             return
         if "experts" not in model.sizes():
             raise MeshError(
                 f"{self._named('experts')} splits experts and the model has none; write --model.experts too, or --mesh.fsdp for more devices"
             )
-        if other := set(names) - set(self.names("batch")):
+        if other := set(names) - set(self.mesh_axes("batch")):
             raise MeshError(
                 f"mesh.rules splits experts over {', '.join(sorted(other))}, over which the batch is not split, and tokens are "
                 f"sent to experts from where they are; write batch={','.join((*self.rules['batch'], *sorted(other)))} too"
@@ -241,24 +241,24 @@ class MeshLayout(Layout):
         Raises:
             MeshError: the batch is not a multiple of devices x microbatches; the text says which multiple.
         """
-        needed = self.ways("batch") * accumulation_steps
+        needed = self.num_shards("batch") * accumulation_steps
         if batch_size % needed:
             over = described({axis: self.mesh.shape[axis] for axis in self.rules["batch"]})
             raise MeshError(
-                f"{name} {batch_size} does not split over {self.ways('batch')} devices ({over}) and {accumulation_steps} "
+                f"{name} {batch_size} does not split over {self.num_shards('batch')} devices ({over}) and {accumulation_steps} "
                 f"microbatches; write a multiple of {needed}, such as {max(needed, batch_size // needed * needed)}"
             )
 
     def _named(self, axis: str) -> str:
         """The mesh axes of a logical axis with their sizes, as they are written: mesh.data 2 x mesh.fsdp 4."""
-        return " x ".join(f"mesh.{name} {self.mesh.shape[name]}" for name in self.names(axis))
+        return " x ".join(f"mesh.{name} {self.mesh.shape[name]}" for name in self.mesh_axes(axis))
 
     def _fitting(self, axis: str, size: int) -> str:
         """What to write so that a logical axis of this size is divided."""
-        first, *rest = self.names(axis)
+        first, *rest = self.mesh_axes(axis)
         if rest:
-            return f"sizes of {' and '.join(self.names(axis))} whose product divides {size}"
-        return f"mesh.{first} {max(n for n in range(1, self.ways(axis) + 1) if size % n == 0)}"
+            return f"sizes of {' and '.join(self.mesh_axes(axis))} whose product divides {size}"
+        return f"mesh.{first} {max(n for n in range(1, self.num_shards(axis) + 1) if size % n == 0)}"
 
 
 class BatchSharding:

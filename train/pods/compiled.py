@@ -171,7 +171,7 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     gradients = count * 4 * config.accumulation_steps
     each = {name: n * ((2 + again) * itemsize + 4) * config.accumulation_steps for name, n in split.items()}
     shared = tuple(axis for axis in ("fsdp", "experts") if mesh[axis] > 1) or ("fsdp",)
-    rows = config.data.batch_size / program.layout.ways("batch")
+    rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
     stacks = flops.stacks(model)
     positions = rows * itemsize * sum(blocks.depth * blocks.length for blocks in stacks)

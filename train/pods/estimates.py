@@ -124,7 +124,7 @@ def attention_waste(program: Program, chip: Chip) -> float:
     kernel_again = memory.KERNEL_AGAIN[model.compute.remat]
     block = block_of(length, chip.device_kind, model.compute.attention_block, causal=model.causal)
     share, counted = attention_share(program, block), 0.5 if model.causal else 1.0
-    rows = program.config.data.batch_size / program.layout.ways("batch") / mesh["sequence"] / mesh["tensor"]
+    rows = program.config.data.batch_size / program.layout.num_shards("batch") / mesh["sequence"] / mesh["tensor"]
     forward = 4.0 * length**2 * sizes["heads"] * sizes["head_dim"] * sizes["layers"] * rows
     backward = 2.5 if block >= FUSED else 3.5
     waits = max(1.0, chip.peak_flops / chip.hbm_bandwidth / block)
@@ -139,7 +139,7 @@ def attention_share(program: Program, block: int, *, of_grid: bool = False) -> f
         block: positions on a side of the kernel's blocks.
         of_grid: of a kernel's grid as traced; a ring has none for pairs of parts that its mask hides.
     """
-    length, ways = program.definition.sizes["position"], program.layout.ways("sequence")
+    length, ways = program.definition.sizes["position"], program.layout.num_shards("sequence")
     if not program.config.model.causal:
         return 1.0
     if ways > 1 and memory.attention_of(program.config, program.definition, program.layout) == "ring":

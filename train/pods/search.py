@@ -117,7 +117,7 @@ def candidates(
         except MeshError:
             continue
         for remat, parts, size, loss in itertools.product(policies, MICROBATCHES, sizes, losses):
-            if size % (parts * program.layout.ways("batch")):
+            if size % (parts * program.layout.num_shards("batch")):
                 continue
             peak = 0
             for block in blocks:
@@ -168,7 +168,7 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     products = estimates.model_flops(config) * (1 + again / 3) / program.mesh.size
     compute = (products + estimates.attention_waste(program, chip)) / chip.peak_flops
     weights = 2 * program.definition.count() / mesh["tensor"]
-    rows = config.data.batch_size / program.layout.ways("batch")
+    rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
     stacks = flops.stacks(config.model)
     summed = sum(blocks.depth * (len(blocks.stack.branches) * blocks.length + blocks.memory) for blocks in stacks)

@@ -81,7 +81,7 @@ class Experts(nnx.Module):
                 lambda x, w: in_groups(x, w, sizes_E, platform=layout.platform),
                 lambda y, b: y + b[of_R],
                 weights,
-                hidden=layout.names("expert_dim"),
+                hidden=layout.mesh_axes("expert_dim"),
             )
 
         return parallel.by_rows(expert, x_BTD, choice, self._weights(x_BTD.dtype), layout=layout)
@@ -102,7 +102,7 @@ class Experts(nnx.Module):
                 product,
                 lambda y, b: y + b[:, None],
                 weights,
-                hidden=layout.names("expert_dim"),
+                hidden=layout.mesh_axes("expert_dim"),
                 gates=gates_NEC[..., None],
             )
 

@@ -32,7 +32,7 @@ AXES = {
 
 def over_examples(layout: Layout, examples: int) -> Layout:
     """Return the layout, or `ONE_DEVICE` if its devices do not split so many examples, as when text is written."""
-    return ONE_DEVICE if examples % layout.ways("batch") else layout
+    return ONE_DEVICE if examples % layout.num_shards("batch") else layout
 
 
 def by_slots(
@@ -62,13 +62,13 @@ def by_slots(
 
     def part(x_BTD: jax.Array, experts_BTA: jax.Array, slots_BTA: jax.Array, gates_BTA: jax.Array, *parts: jax.Array):
         here, (batch, _, active) = dict(zip(weights, parts, strict=True)), experts_BTA.shape
-        shape = layout.ways("experts"), len(here["up"]), batch * capacity
+        shape = layout.num_shards("experts"), len(here["up"]), batch * capacity
         example_B11 = jnp.arange(batch)[:, None, None]
         place_BTA = (experts_BTA * batch + example_B11) * capacity + slots_BTA
         place_BTA = jnp.where(slots_BTA < capacity, place_BTA, math.prod(shape))
         slots = Slots.of(place_BTA.reshape(-1, active), math.prod(shape))
         x_SD, gates_S = slots.filled(x_BTD.reshape(-1, x_BTD.shape[-1])), slots.weights(gates_BTA.reshape(-1, active))
-        names = layout.names("experts")
+        names = layout.mesh_axes("experts")
         x_NECD, gates_NEC = (_exchanged(names, one.reshape(*shape, *one.shape[1:])) for one in (x_SD, gates_S))
         y_NECD = _exchanged(names, expert(x_NECD, gates_NEC, here))
         return slots.collected(y_NECD.reshape(math.prod(shape), -1)).reshape(x_BTD.shape)
@@ -116,10 +116,10 @@ def by_rows(
     """
 
     def part(x_BTD: jax.Array, experts_BTA: jax.Array, weights_BTA: jax.Array, *parts: jax.Array) -> jax.Array:
-        names, here = layout.names("experts"), dict(zip(weights, parts, strict=True))
+        names, here = layout.mesh_axes("experts"), dict(zip(weights, parts, strict=True))
         x_BTD, experts_BTA, weights_BTA = (all_gather(x, names, 0) for x in (x_BTD, experts_BTA, weights_BTA))
         first, experts = (jax.lax.axis_index(names) if names else 0), here["up"].shape[0]
-        of_R = (experts_BTA.reshape(-1) - first * experts) % (experts * layout.ways("experts"))  # its own first
+        of_R = (experts_BTA.reshape(-1) - first * experts) % (experts * layout.num_shards("experts"))  # its own first
         order_R = jnp.argsort(of_R, stable=True)
         rows_RD = x_BTD.reshape(-1, x_BTD.shape[-1])[order_R // experts_BTA.shape[-1]]
         own_R = of_R < experts

@@ -57,7 +57,7 @@ def cudnn_attention(
         layout: how arrays lie on devices.
     """
     cudnn = functools.partial(jax.nn.dot_product_attention, scale=1.0, is_causal=causal, implementation="cudnn")
-    names = layout.names("sequence") if causal else ()
+    names = layout.mesh_axes("sequence") if causal else ()
 
     def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
         if not names:
@@ -108,15 +108,15 @@ def splash_attention(
     from mupax.zoo.layers.ring import splash
 
     length, source = q_BTHN.shape[1], k_BSKN.shape[1]
-    shards = layout.ways("sequence")
-    blocks = _blocks(length // shards, source, kind=layout.kind, limit=block, causal=causal)
+    shards = layout.num_shards("sequence")
+    blocks = _blocks(length // shards, source, kind=layout.device_kind, limit=block, causal=causal)
     # What the kernel knows of its mask, block by block: where a mask depends on the query, a device gets its own rows.
     axis = "sequence" if causal else None
     mask = masks.CausalMask((length, source)) if causal else masks.FullMask((length // shards, source))
     if window is not None:
         mask = masks.LocalMask((length, source), (window - 1, 0), 0)
     kernel = library.make_splash_mha(
-        masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.ways("heads"))), block_sizes=blocks,
+        masks.MultiHeadMask([mask] * (q_BTHN.shape[2] // layout.num_shards("heads"))), block_sizes=blocks,
         head_shards=1, q_seq_shards=shards if causal else 1, interpret=interpret, attn_logits_soft_cap=cap,
     )  # fmt: skip
     arrays, structure = jax.tree.flatten(kernel)
@@ -156,10 +156,10 @@ def ring_attention(
     if layout.platform == "tpu" or interpret:
         from mupax.zoo.layers.ring import splash
 
-        part = splash.part(functools.partial(_blocks, kind=layout.kind, limit=block), interpret)
+        part = splash.part(functools.partial(_blocks, kind=layout.device_kind, limit=block), interpret)
 
     def local(q_BTHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, *segments: jax.Array) -> jax.Array:
-        return ring.ring(layout.names("sequence"), part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments)
+        return ring.ring(layout.mesh_axes("sequence"), part, causal, (q_BTHN, k_BSKN, v_BSKN), *segments)
 
     def attended(*arrays: jax.Array) -> jax.Array:
         axes: tuple[Axes, ...] = tuple(("batch", "sequence") for _ in arrays[3:])
@@ -207,7 +207,7 @@ def _on_devices(
 ) -> jax.Array:
     """Run a kernel that the compiler cannot split on every device's own batch, queries and heads."""
     q_BTHN, k_BSKN, v_BSKN = _heads_alike(layout, *qkv)
-    batch = "batch" if q_BTHN.shape[0] % layout.ways("batch") == 0 else None
+    batch = "batch" if q_BTHN.shape[0] % layout.num_shards("batch") == 0 else None
     queries, keys = (batch, "sequence", "heads", None), (batch, source, "heads", None)
     extra_axes = tuple(tuple(batch if axis == "batch" else axis for axis in axes) for axes in extra_axes)
     return layout.local(local, (queries, keys, keys, *extra_axes), queries)(q_BTHN, k_BSKN, v_BSKN, *extra)
@@ -218,6 +218,6 @@ def _heads_alike(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries, keys and values whose heads lie alike: where they would not, every query head has its own key head."""
     groups = q_BTHN.shape[2] // k_BSKN.shape[2]
-    if k_BSKN.shape[2] % layout.ways("kv_heads") or layout.names("kv_heads") != layout.names("heads"):
+    if k_BSKN.shape[2] % layout.num_shards("kv_heads") or layout.mesh_axes("kv_heads") != layout.mesh_axes("heads"):
         k_BSKN, v_BSKN = (jnp.repeat(x_BSKN, groups, axis=2) for x_BSKN in (k_BSKN, v_BSKN))
     return q_BTHN, k_BSKN, v_BSKN

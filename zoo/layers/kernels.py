@@ -139,7 +139,7 @@ def tiled(causal: bool, length: int, *, layout: Layout = ONE_DEVICE) -> bool:
 
 def merges_heads(layout: Layout) -> bool:
     """Return whether batch and heads can be one dimension: on a CPU that splits neither heads nor positions."""
-    return layout.platform == "cpu" and all(layout.ways(axis) == 1 for axis in ("sequence", "heads", "kv_heads"))
+    return layout.platform == "cpu" and all(layout.num_shards(axis) == 1 for axis in ("sequence", "heads", "kv_heads"))
 
 
 def chosen(
@@ -164,7 +164,7 @@ def chosen(
     sight = {"causal": causal, "window": window, "cap": cap, "apart": apart, "layout": layout}
     if implementation == "auto":
         able: tuple[AttentionName, ...] = (*AUTO.get(layout.platform, ()), "xla")
-        if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.ways("sequence"):
+        if layout.platform == "tpu" and q_BTHN.shape[1] < RING * layout.num_shards("sequence"):
             able = able[able.index("ring") + 1 :]
         return next(name for name in able if not why_not(name, q_BTHN, k_BSKN, **sight))
     if reason := why_not(implementation, q_BTHN, k_BSKN, **sight):
@@ -196,7 +196,7 @@ def why_not(
         layout: as `attend`.
     """
     size = q_BTHN.shape[-1]
-    platform, ways = layout.platform, layout.ways("sequence")
+    platform, ways = layout.platform, layout.num_shards("sequence")
     if cap is not None and implementation in ("ring", "cudnn"):
         return f"it has no cap of logits, and model.attention_softcap is {cap}"
     match implementation:
@@ -232,7 +232,7 @@ def why_not(
             most = 256 if generation >= 9 else 128
             if size % 8 or size > most:
                 return f"the head dimension {size} is not a multiple of 8 up to {most}"
-            heads = q_BTHN.shape[2] // layout.ways("heads")
+            heads = q_BTHN.shape[2] // layout.num_shards("heads")
             if causal and heads % ways:
                 return f"split positions are exchanged for heads, and {ways} do not divide a device's {heads}"
     return None

@@ -50,7 +50,7 @@ def project(
     contract = (tuple(range(x.ndim - inputs, x.ndim)), tuple(range(inputs)))
     if kind is not None:
         return _narrow(x, w.astype(x.dtype), (contract, ((), ())), kind)
-    if layout.platform != "cpu" or layout.ways("sequence") > 1:
+    if layout.platform != "cpu" or layout.num_shards("sequence") > 1:
         return jax.lax.dot_general(
             x, w.astype(x.dtype), (contract, ((), ())), preferred_element_type=out_dtype or x.dtype
         )

@@ -183,7 +183,7 @@ def main() -> None:
     for case in CASES:
         reason = refusal(case, layout)
         outcome = {"refused": reason} if reason else {"differences": differences(case, layout)}
-        print(json.dumps({**case._asdict(), "device": layout.kind, **outcome}), flush=True)
+        print(json.dumps({**case._asdict(), "device": layout.device_kind, **outcome}), flush=True)
 
 
 if __name__ == "__main__":

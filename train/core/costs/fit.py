@@ -107,10 +107,10 @@ def temporary(program: Program, row: int) -> int:
         row: from `per_row`.
     """
     config, layout = program.config, program.layout
-    rows = config.data.batch_size // config.accumulation_steps // layout.ways("batch")
+    rows = config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
     less_fused = _LESS_FUSED if config.model.compute.remat in ("none", "dots") else 1.0
     gradients = sum(memory.bytes_of(leaf, leaf.sharding) for leaf in program.abstract.params.values())
-    split = math.prod(layout.ways(axis) for axis in ("sequence", "heads"))
+    split = math.prod(layout.num_shards(axis) for axis in ("sequence", "heads"))
     more = config.accumulation_steps > 1
     return int(row * rows * less_fused / split + gradients * (2 + more) + buffers(program))
 
@@ -121,7 +121,7 @@ def buffers(program: Program) -> int:
     Args:
         program: of the run.
     """
-    if program.layout.ways("embed") == 1:
+    if program.layout.num_shards("embed") == 1:
         return 0
     params, specs = program.abstract.params, program.definition.specs
     whole = {name: leaf.size * leaf.dtype.itemsize for name, leaf in params.items()}
@@ -293,7 +293,7 @@ def check_evaluation(program: Program, evaluation: jax.stages.Compiled, limit: i
     if peak <= limit:
         return
     batch = program.config.eval_batch_size
-    ways = program.layout.ways("batch")
+    ways = program.layout.num_shards("batch")
     text = f"out of memory: an evaluation takes {_of(peak, limit, program)}"
     smaller = batch // 2
     while smaller >= ways:
@@ -419,7 +419,7 @@ def _smaller(program: Program, usage: Needs, limit: int) -> Iterator[str]:
     """Yield flags of runs with another result that fit the same devices: each sets one size to a half, a quarter, and so on."""
     config = program.config
     sizes = {
-        "--data.batch-size": ("data", "batch_size", config.accumulation_steps * program.layout.ways("batch")),
+        "--data.batch-size": ("data", "batch_size", config.accumulation_steps * program.layout.num_shards("batch")),
         "--model.seq-len": ("model", "seq_len", 16),
         "--model.width": ("model", "width", 16),
         "--model.depth": ("model", "depth", 1),
@@ -459,7 +459,7 @@ def _reduced(program: Program, usage: Needs, config: Config) -> float:
 def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config, list[str]]]:
     """Runs with the same result on the same mesh that take less, those that cost less time first, with their flags."""
     config = program.config
-    rows, parts = config.data.batch_size // program.layout.ways("batch"), config.accumulation_steps
+    rows, parts = config.data.batch_size // program.layout.num_shards("batch"), config.accumulation_steps
     for remat in dict.fromkeys((config.model.compute.remat, *kinds)):
         compute = dataclasses.replace(config.model.compute, remat=remat)
         saving = dataclasses.replace(config, model=dataclasses.replace(config.model, compute=compute))

@@ -53,14 +53,14 @@ def work(config: Config, definition: Definition, layout: Layout) -> core_loss.Wo
     Args:
         config, definition, layout: as `loss`.
     """
-    outputs, ways = definition.sizes[config.model.output_axis], layout.ways(config.model.output_axis)
+    outputs, ways = definition.sizes[config.model.output_axis], layout.num_shards(config.model.output_axis)
     return core_loss.Work(
-        rows=_rows(config, layout) * config.model.units // layout.ways("sequence"),
+        rows=_rows(config, layout) * config.model.units // layout.num_shards("sequence"),
         columns=outputs // ways if outputs % ways == 0 else outputs,
         width=definition.sizes["embed"],
         itemsize=jnp.dtype(config.model.compute.dtype).itemsize,
         platform=layout.platform,
-        kind=layout.kind,
+        kind=layout.device_kind,
         room=room(config, definition, layout),
     )
 
@@ -91,18 +91,20 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
     matrices: dict[str, int] = defaultdict(int)  # of one block, by the stack
     for name, leaf in block.items():
         spec = definition.specs[name]
-        own = layout.ways("experts") if "experts" in spec.copies else 1  # of experts a device never has the others
+        own = (
+            layout.num_shards("experts") if "experts" in spec.copies else 1
+        )  # of experts a device never has the others
         matrices[spec.blocks] += leaf.size // leaf.shape[0] // own if leaf.ndim > 2 else 0
     return {
         "gradients": sum(gradients),
         "one layer": activations(config, definition, layout)[1],
-        "one layer's weights, whole": max(matrices.values(), default=0) * itemsize // layout.ways("mlp"),
+        "one layer's weights, whole": max(matrices.values(), default=0) * itemsize // layout.num_shards("mlp"),
     }
 
 
 def _rows(config: Config, layout: Layout) -> int:
     """Examples of one microbatch on one device."""
-    return config.data.batch_size // config.accumulation_steps // layout.ways("batch")
+    return config.data.batch_size // config.accumulation_steps // layout.num_shards("batch")
 
 
 def bytes_of(leaf: Any, sharding: Any, itemsize: int | None = None) -> int:
@@ -167,10 +169,12 @@ def _numbers(
 ) -> tuple[dict[str, float], float]:
     """What a stack saves by remat policy, and what the backward pass has of one of its layers."""
     sizes, branches = definition.sizes, len(blocks.stack.branches)
-    length, memory = (_rows(config, layout) * n // layout.ways("sequence") for n in (blocks.length, blocks.memory))
+    length, memory = (
+        _rows(config, layout) * n // layout.num_shards("sequence") for n in (blocks.length, blocks.memory)
+    )
 
     def per_device(axes: Iterable[str]) -> float:
-        return math.prod(sizes[axis] / (layout.ways(axis) if axis in _SPLIT else 1) for axis in axes)
+        return math.prod(sizes[axis] / (layout.num_shards(axis) if axis in _SPLIT else 1) for axis in axes)
 
     fan_in, fan_out = defaultdict(float), defaultdict(float)
     for spec in blocks.specs:
@@ -188,12 +192,12 @@ def _numbers(
     backward = whole + activated  # the hidden layer's gradient beside it
     itemsize = jnp.dtype(config.model.compute.dtype).itemsize
     if blocks.stack == OWN and config.model.compute.remat == "attention":
-        norms = length * sizes["heads"] / layout.ways("heads") * 4 / itemsize  # of the softmax, in float32
+        norms = length * sizes["heads"] / layout.num_shards("heads") * 4 / itemsize  # of the softmax, in float32
         if tiled(config.model.causal, blocks.length, layout=layout):
             saved["attention"] += attended * 4 / itemsize + 2 * norms
         elif attention_of(config, definition, layout) in ONCE:
             saved["attention"] += attended + norms
     if blocks.stack != OWN:  # with a mask attention is XLA's, whose weights and their gradient are matrices of float32
-        weights = sizes["heads"] / layout.ways("heads") * length * max(blocks.length, blocks.memory)
+        weights = sizes["heads"] / layout.num_shards("heads") * length * max(blocks.length, blocks.memory)
         backward += 2 * weights * 4 / itemsize
     return {remat: blocks.depth * numbers for remat, numbers in saved.items()}, backward

@@ -65,7 +65,7 @@ def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.A
         layout: how they lie on devices.
         back: from zig-zag to the order of positions.
     """
-    names, ways = layout.names("sequence"), layout.ways("sequence")
+    names, ways = layout.mesh_axes("sequence"), layout.num_shards("sequence")
     # Even parts and odd ones: of each kind a device has one before and one after.
     to = [part if part < ways else 2 * ways - 1 - part for part in range(2 * ways)]
     routes = [[(device, to[2 * device + which]) for device in range(ways)] for which in (0, 1)]
@@ -84,7 +84,7 @@ def zigzag(*arrays: jax.Array, layout: Layout, back: bool = False) -> list[jax.A
         return jnp.concatenate(halves if back else by_kind(halves), axis=1)
 
     def moved(x: jax.Array) -> jax.Array:
-        batch = "batch" if x.shape[0] % layout.ways("batch") == 0 else None
+        batch = "batch" if x.shape[0] % layout.num_shards("batch") == 0 else None
         axes = (batch, "sequence", "heads", None) if x.ndim == 4 else (batch, "sequence", None)[: x.ndim]
         return layout.local(local, (axes,), axes)(x)
 
