@@ -14,7 +14,7 @@ from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, ReadoutInputs
-from mupax.zoo.layers.stack import over_layers, routed_stack, runs_as_scan
+from mupax.zoo.layers.stack import over_layers, run_stack, runs_as_scan
 from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Decoder(nnx.Module):
             config.compute.attention, q_BTHN, k_BSKN, *config.sight, apart=bool(context), layout=layout
         )
         if implementation != "ring":
-            h_BTD, routing = routed_stack(self.block, h_BTD, config.depth, config.compute, *context, layout=layout)
+            h_BTD, routing = run_stack(self.block, h_BTD, config.depth, config.compute, *context, layout=layout)
             return self._reading(h_BTD, routing)
         from mupax.zoo.layers.ring import ring
 
@@ -119,7 +119,7 @@ class Decoder(nnx.Module):
         block = nnx.merge(*nnx.split(self.block))
         place(block, moved)
         h_BTD, *context = ring.zigzag(h_BTD, *context, layout=layout)
-        h_BTD, routing = routed_stack(block, h_BTD, config.depth, config.compute, *context, layout=moved)
+        h_BTD, routing = run_stack(block, h_BTD, config.depth, config.compute, *context, layout=moved)
         (h_BTD,) = ring.zigzag(h_BTD, layout=layout, back=True)
         return self._reading(h_BTD, routing)
 

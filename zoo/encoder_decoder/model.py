@@ -176,11 +176,11 @@ class EncoderBlock(nnx.Module):
         self.skip, self.branch = init.factor("skip"), init.factor("branch")
 
     def __call__(self, h_BSD: jax.Array, mask_BS: jax.Array | None, bias_HSS: jax.Array | None) -> jax.Array:
-        h_BSD = self.added(h_BSD, 0, self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS))
-        h_BSD = self.added(h_BSD, 1, self.mlp(self.mlp_norm(h_BSD)))
+        h_BSD = self.add_branch(h_BSD, 0, self.attention(self.attention_norm(h_BSD), mask_BS, bias_HSS))
+        h_BSD = self.add_branch(h_BSD, 1, self.mlp(self.mlp_norm(h_BSD)))
         return self.layout.constrain(h_BSD, ("batch", "sequence", None))
 
-    def added(self, h_BTD: jax.Array, branch: int, y_BTD: jax.Array) -> jax.Array:
+    def add_branch(self, h_BTD: jax.Array, branch: int, y_BTD: jax.Array) -> jax.Array:
         """The stream after a branch. Branch scales are applied here only.
 
         Args:
@@ -212,7 +212,7 @@ class DecoderBlock(EncoderBlock):
             mask_BS: bool, False at its padding.
             bias_HTT: of the decoder's relative positions.
         """
-        h_BTD = self.added(h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT))
+        h_BTD = self.add_branch(h_BTD, 0, self.attention(self.attention_norm(h_BTD), None, bias_HTT))
         return self._read_on(h_BTD, self.cross.keys(memory_BSD), mask_BS)
 
     def cached(
@@ -235,11 +235,11 @@ class DecoderBlock(EncoderBlock):
             bias_HTS: of the decoder's relative positions, all that the cache has room for.
         """
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, bias_HTS)
-        return self._read_on(self.added(h_BTD, 0, y_BTD), keys, mask_BS), cache
+        return self._read_on(self.add_branch(h_BTD, 0, y_BTD), keys, mask_BS), cache
 
     def _read_on(self, h_BTD: jax.Array, keys: tuple[jax.Array, jax.Array], mask_BS: jax.Array | None) -> jax.Array:
-        h_BTD = self.added(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, mask_BS))
-        h_BTD = self.added(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
+        h_BTD = self.add_branch(h_BTD, 1, self.cross.among(self.cross_norm(h_BTD), keys, mask_BS))
+        h_BTD = self.add_branch(h_BTD, 2, self.mlp(self.mlp_norm(h_BTD)))
         return self.layout.constrain(h_BTD, ("batch", "sequence", None))
 
 

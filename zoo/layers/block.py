@@ -258,7 +258,9 @@ class Block(nnx.Module):
         y_BTD, cache = self.attention.cached(self.attention_norm(h_BTD), cache, layer, fresh=fresh)
         return self._after(h_BTD, y_BTD, dropless=True)[0], cache
 
-    def added(self, h_BTD: jax.Array, place: int, y_BTD: jax.Array, scale_B2: jax.Array | None = None) -> jax.Array:
+    def add_branch(
+        self, h_BTD: jax.Array, place: int, y_BTD: jax.Array, scale_B2: jax.Array | None = None
+    ) -> jax.Array:
         """The stream after a branch.
 
         Args:
@@ -283,7 +285,7 @@ class Block(nnx.Module):
         dropless: bool = False,
         scale_B2: jax.Array | None = None,
     ) -> tuple[jax.Array, Routing | None]:
-        before_BTD, h_BTD = h_BTD, self.added(h_BTD, 0, attention_BTD, scale_B2)
+        before_BTD, h_BTD = h_BTD, self.add_branch(h_BTD, 0, attention_BTD, scale_B2)
         x_BTD, routing = self.mlp_norm(before_BTD if self.parallel else h_BTD), None
         if self.experts is None:
             assert self.mlp is not None
@@ -291,5 +293,5 @@ class Block(nnx.Module):
         else:
             y_BTD, routing = self.experts(x_BTD, dropless=dropless)
             y_BTD = y_BTD if self.mlp is None else self.mlp(x_BTD) + y_BTD
-        h_BTD = self.added(h_BTD, 1, y_BTD, scale_B2)
+        h_BTD = self.add_branch(h_BTD, 1, y_BTD, scale_B2)
         return self.layout.constrain(h_BTD, ("batch", "sequence", None)), routing

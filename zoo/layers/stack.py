@@ -129,7 +129,7 @@ def residual_stack(
     return _stack(block, lambda block, h_BTD: (block(h_BTD, *context), None), h_BTD, depth, compute, layout)[0]
 
 
-def routed_stack(
+def run_stack(
     block: Block,
     h_BTD: jax.Array,
     depth: int,

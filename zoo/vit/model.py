@@ -14,7 +14,7 @@ from flax import nnx
 from mupax.zoo.definition import Init
 from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
-from mupax.zoo.layers.stack import routed_stack
+from mupax.zoo.layers.stack import run_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.vit.config import Convolution, ViTConfig
 
@@ -79,7 +79,7 @@ class ViT(nnx.Module):
             images_BHWC: images.
             scales: what every branch is taken times, float32 [B, layers, 2]; all of them once unless given.
         """
-        h_BTD, routing = routed_stack(
+        h_BTD, routing = run_stack(
             self.block,
             self.embed(images_BHWC),
             self.config.depth,
