@@ -26,7 +26,7 @@ from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 Arrays = dict[str, Any]
 """Parameter (or factor) name to array, or to its shape: what the step, the optimizer and checkpoints see."""
-LIKE = "like "
+SHARED_INIT = "like "
 """Stands before a parameter's name where `Definition.initialize` is to draw it with another's `zlib.crc32` of its name."""
 
 
@@ -79,7 +79,7 @@ class Init:
         return Factor(value, kind=spec.kind, spec=spec.spec, stack=spec.stack)
 
 
-class Product(NamedTuple):
+class ScaledParam(NamedTuple):
     """A parameter times its multiplier, not multiplied yet: of a stack or, inside of the loop over its layers, of one of them."""
 
     weight: jax.Array
@@ -100,7 +100,7 @@ def multiplied(params: Mapping[str, Any], multipliers: Mapping[str, Any]) -> dic
         params: w by name.
         multipliers: a by the same names, [] or [layers].
     """
-    return {name: Product(w, multipliers[name]).array() for name, w in params.items()}
+    return {name: ScaledParam(w, multipliers[name]).array() for name, w in params.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Definition:
         """
         by_layer = {name: w for name, w in params.items() if layout.by_layer(self.specs[name])}
         rest = {name: w for name, w in params.items() if name not in by_layer}
-        later = {n: Product(w, jnp.broadcast_to(multipliers[n], w.shape[:1])) for n, w in by_layer.items()}
+        later = {n: ScaledParam(w, jnp.broadcast_to(multipliers[n], w.shape[:1])) for n, w in by_layer.items()}
         return self.bind({**multiplied(rest, multipliers), **later}, factors, layout=layout)
 
     def apply(
@@ -192,7 +192,7 @@ class Definition:
             stds: standard deviation, of gains the value, float32 [] or [layers] by name; whom names after `LIKE` start as.
             draw: `initial.normals`, to draw all numbers at once; each parameter's by themselves unless given.
         """
-        each = [stds.get(LIKE + name, np.uint32(zlib.crc32(name.encode()))) for name in self.specs]
+        each = [stds.get(SHARED_INIT + name, np.uint32(zlib.crc32(name.encode()))) for name in self.specs]
         sums = jnp.array(each, jnp.uint32)
         keys = dict(zip(self.specs, jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), sums), strict=True))
         normals = draw(keys, self.specs, {name: leaf.shape for name, leaf in self.abstract.items()}) if draw else {}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 from mupax.zoo.collectives import all_gather, reduce_scatter
-from mupax.zoo.definition import Definition, Product
+from mupax.zoo.definition import Definition, ScaledParam
 from mupax.zoo.partition import Axes, Layout, has_layout
 
 Splits = tuple[tuple[str, ...], ...]
@@ -118,7 +118,7 @@ class ManualFsdpLayout(Layout):
             if not isinstance(variable, nnx.Param) or not self.by_layer(spec):
                 return variable
             part = variable.get_value()
-            part = part.array() if isinstance(part, Product) else part
+            part = part.array() if isinstance(part, ScaledParam) else part
             return nnx.Param(self.gather(part.astype(dtype), spec.axes[1:], spec.copies), spec=spec)
 
         return jax.tree.map(whole, state, is_leaf=lambda node: isinstance(node, nnx.Variable))

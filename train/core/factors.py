@@ -16,7 +16,7 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import EMBEDDINGS, OWN
 from mupax.presets.rule import Number, constant
 from mupax.train.config.run import OptimizerConfig
-from mupax.zoo.definition import LIKE, Definition
+from mupax.zoo.definition import SHARED_INIT, Definition
 
 TOLERANCE = 0.02
 """Relative difference of two rates that are the same: betas and Nesterov momentum change a first step by a common factor."""
@@ -134,7 +134,7 @@ def _alike(preset: Preset, definition: Definition) -> ParamValues:
                 raise PresetError(
                     f"{name}: {preset.label} starts keys as queries, and they are not as many; write num_kv_heads as num_heads"
                 )
-            draws[LIKE + name] = draw_of(query)
+            draws[SHARED_INIT + name] = draw_of(query)
     return draws
 
 

@@ -24,7 +24,7 @@ from mupax.train.config.run import FaultsConfig
 from mupax.train.core.factors import Factors
 from mupax.train.core.optimizer import OptimizerHyperparams
 from mupax.train.parallel.sharding import MeshLayout
-from mupax.zoo.definition import LIKE, Arrays, Definition
+from mupax.zoo.definition import SHARED_INIT, Arrays, Definition
 from mupax.zoo.layers import initial
 
 if TYPE_CHECKING:
@@ -352,7 +352,7 @@ def fresh_params(
     device = jax.local_devices()[0]
     with jax.default_device(device):
         make = jax.jit(functools.partial(only.initialize, draw=_draw(device)))
-        theirs = {name: number for name, number in stds.items() if name.removeprefix(LIKE) in names}
+        theirs = {name: number for name, number in stds.items() if name.removeprefix(SHARED_INIT) in names}
         return jax.device_get(make(np.uint32(seed), theirs))
 
 

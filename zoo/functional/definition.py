@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mupax.presets.roles import OWN, ParamSpec, PresetError, Role
-from mupax.zoo.definition import Arrays, Definition, Product, multiplied
+from mupax.zoo.definition import Arrays, Definition, ScaledParam, multiplied
 from mupax.zoo.functional import tree
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
@@ -233,4 +233,4 @@ def _layers(specs: Mapping[str, ParamSpec], role: Role, depth: int) -> dict[str,
 
 
 def _times(array: jax.Array, factor: jax.Array) -> jax.Array:
-    return Product(array, jnp.asarray(factor)).array()
+    return ScaledParam(array, jnp.asarray(factor)).array()

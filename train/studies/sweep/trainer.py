@@ -24,7 +24,7 @@ from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import Batch, StepInputs, batch_sums, make_train_step
 from mupax.train.data import Data
-from mupax.zoo.definition import LIKE
+from mupax.zoo.definition import SHARED_INIT
 
 _OF_MEMORY = 0.8
 """Share of what a device has left that a pack may fill."""
@@ -112,7 +112,8 @@ def _together(program: Program, count: int, evaluated: bool) -> Trainer:
         seeds = np.array([point.config.seed for point in points], np.uint32)
         names = {name for point in points for name in point.stds}
         each = [
-            {n: point.stds[n] if n in point.stds else draw_of(n.removeprefix(LIKE)) for n in names} for point in points
+            {n: point.stds[n] if n in point.stds else draw_of(n.removeprefix(SHARED_INIT)) for n in names}
+            for point in points
         ]
         stds, runs = jax.tree.map(
             lambda *one: np.stack(one), *zip(each, (point.inputs for point in points), strict=True)
