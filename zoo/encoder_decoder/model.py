@@ -246,7 +246,7 @@ class DecoderBlock(EncoderBlock):
 # The model.
 
 
-class Memory(NamedTuple):
+class EncoderOutput(NamedTuple):
     """What a decoder reads of one input."""
 
     keys: jax.Array
@@ -256,13 +256,13 @@ class Memory(NamedTuple):
     mask: jax.Array
     """Bool [B, S], False at padding."""
 
-    def repeated(self, times: int) -> Memory:
+    def repeated(self, times: int) -> EncoderOutput:
         """Every input so many times, side by side."""
         keys, values = (jnp.repeat(x, times, axis=1) for x in (self.keys, self.values))
-        return Memory(keys, values, jnp.repeat(self.mask, times, axis=0))
+        return EncoderOutput(keys, values, jnp.repeat(self.mask, times, axis=0))
 
 
-class Ends(nnx.Module):
+class StackInputOutput(nnx.Module):
     """What is before and after a stack of blocks: positions, the norm after the embeddings, and the norm after the last block."""
 
     layout: Layout = ONE_DEVICE
@@ -307,7 +307,7 @@ class Ends(nnx.Module):
         return bias(self.relative_bias[...], row_TS)
 
 
-class Encoder(Ends):
+class Encoder(StackInputOutput):
     """Tokens to what the decoder attends to."""
 
     def __init__(self, config: EncoderDecoderConfig, init: Init) -> None:
@@ -315,7 +315,7 @@ class Encoder(Ends):
         self.token, self.block = init.maybe("token"), EncoderBlock(config, init.scope("block"))
 
 
-class EncoderDecoder(Ends):
+class EncoderDecoder(StackInputOutput):
     """Tokens [B, S] and [B, T] to float32 logits [B, T, V]; target t sees all inputs and decoder inputs 0..t."""
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs) -> None:
@@ -381,7 +381,7 @@ class EncoderDecoder(Ends):
         )
         return encoder.norm(h_BSD)
 
-    def remember(self, inputs: jax.Array, input_mask: jax.Array) -> Memory:
+    def remember(self, inputs: jax.Array, input_mask: jax.Array) -> EncoderOutput:
         """All that the decoder reads of an input, computed once.
 
         Args:
@@ -389,9 +389,9 @@ class EncoderDecoder(Ends):
         """
         memory_BSD, (graph, stacked) = self.encode(inputs, input_mask), nnx.split(self.block)
         keys, values = jax.lax.map(lambda state: nnx.merge(graph, state).cross.keys(memory_BSD), stacked)
-        return Memory(keys, values, input_mask > 0)
+        return EncoderOutput(keys, values, input_mask > 0)
 
-    def cached(self, tokens_BT: jax.Array, cache: Cache, memory: Memory) -> tuple[jax.Array, Cache]:
+    def cached(self, tokens_BT: jax.Array, cache: Cache, memory: EncoderOutput) -> tuple[jax.Array, Cache]:
         """The decoder's last layer, [B, T, D], of the tokens after those in the cache, and the cache with them.
 
         Args:
