@@ -39,7 +39,7 @@ LANES = 128
 Kind = Literal["plain", "chunked", "vocab"]
 
 
-class Work(NamedTuple):
+class ReadoutShape(NamedTuple):
     """A readout on one device."""
 
     rows: int
@@ -77,7 +77,7 @@ class Work(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class LossImplementation:
     """One way to compute it."""
 
     kind: Kind
@@ -100,7 +100,7 @@ class Way:
         return sum(self.memory.values())
 
 
-def way(work: Work, kind: Kind, exp_parts: int | None = None) -> Way:
+def way(work: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossImplementation:
     """What a kind takes.
 
     Logits are written and read in both passes, the readout read and its gradient added to once a chunk: 16.9 GB plain and 41 GB
@@ -122,10 +122,10 @@ def way(work: Work, kind: Kind, exp_parts: int | None = None) -> Way:
         "readout, whole": matrix * work.itemsize,
         "readout's gradient, whole": matrix * 4,
     }
-    return Way(kind, memory, 20.0 * logits + 12.0 * chunks * matrix, after=matrix * 4, parts=chunks)
+    return LossImplementation(kind, memory, 20.0 * logits + 12.0 * chunks * matrix, after=matrix * 4, parts=chunks)
 
 
-def _by_parts(work: Work, exp_parts: int | None) -> Way:
+def _by_parts(work: ReadoutShape, exp_parts: int | None) -> LossImplementation:
     cuts, part = work.parts, work.parts[0].stop
     memory = {
         "logits of a part": work.rows * part * 4,
@@ -141,10 +141,10 @@ def _by_parts(work: Work, exp_parts: int | None) -> Way:
     logits = work.rows * work.columns
     traffic = 26.0 * logits + 12.0 * work.width * work.columns + 10.0 * len(cuts) * work.rows * work.width
     again = 2.0 * (len(cuts) - exp_parts) * work.rows * part * work.width
-    return Way("vocab", memory, traffic, again=again, parts=len(cuts), exp_parts=exp_parts)
+    return LossImplementation("vocab", memory, traffic, again=again, parts=len(cuts), exp_parts=exp_parts)
 
 
-def above(work: Work, one: Way) -> int:
+def above(work: ReadoutShape, one: LossImplementation) -> int:
     """Bytes by which a way raises the step's peak.
 
     Args:
@@ -154,7 +154,7 @@ def above(work: Work, one: Way) -> int:
     return max(0, one.bytes - (work.room or 0), one.after)
 
 
-def options(work: Work) -> list[Way]:
+def options(work: ReadoutShape) -> list[LossImplementation]:
     """What `auto` may be, the best first: on TPU what raises the step's peak the least, of those that raise it as little the fastest.
 
     All logits where they are no more than a chunk. On CPU and GPU chunks otherwise: on CPU they are faster
@@ -274,7 +274,7 @@ class _Plan:
 
     layout: Layout
     """Devices and their mesh."""
-    work: Work
+    work: ReadoutShape
     """What one device does."""
     tokens: Axes
     """Logical axes of the targets."""
@@ -313,7 +313,7 @@ def _plan(reading: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], lay
     scattered, shared = layout.readout(axes, width, summed)
     column = None if vocab % layout.num_shards(axes[1]) or set(layout.mesh_axes(axes[1])) & set(summed) else axes[1]
     columns, itemsize = vocab // layout.num_shards(column), reading.features.dtype.itemsize
-    work = Work(rows, columns, width, itemsize, layout.platform, layout.device_kind, layout.room)
+    work = ReadoutShape(rows, columns, width, itemsize, layout.platform, layout.device_kind, layout.room)
     return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.mesh_axes(column))
 
 

@@ -197,7 +197,7 @@ def test_every_mesh_gives_the_same(sizes: dict[str, Any]) -> None:
 def test_logits_whose_exponentials_have_no_room_are_computed_again(sizes: dict[str, Any]) -> None:
     layout = MeshLayout(make_mesh(MeshConfig(**sizes)))
     expected, computed = at_once(), {}
-    work = loss.Work(B * T // 8, V, D, 4, "cpu", layout.device_kind)
+    work = loss.ReadoutShape(B * T // 8, V, D, 4, "cpu", layout.device_kind)
     least = loss.way(work, "vocab", exp_parts=0).bytes
     each = loss.way(work, "vocab", exp_parts=1).bytes - least
     assert loss.way(work, "vocab").exp_parts == len(work.parts)  # where nothing is known of room

@@ -306,7 +306,7 @@ def test_the_memory_model_prices_what_attention_keeps(
 def test_the_loss_that_is_estimated_is_the_one_that_is_computed(
     mesh: MeshConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works: list[loss.Work] = []
+    works: list[loss.ReadoutShape] = []
     options = loss.options
     monkeypatch.setattr(loss, "options", lambda work: works.append(work) or options(work))
     config = config_of(layers="scan")
@@ -318,7 +318,7 @@ def test_the_loss_that_is_estimated_is_the_one_that_is_computed(
 
 def test_auto_takes_of_the_losses_the_one_that_raises_the_peak_least() -> None:
     # Llama's readout on a chip of v5e:16x16, 4096 tokens. Its layers leave little room, or some, or all.
-    work = loss.Work(4096, 128_256, 4096, 2, "tpu", "TPU v5 lite", room=2**30)
+    work = loss.ReadoutShape(4096, 128_256, 4096, 2, "tpu", "TPU v5 lite", room=2**30)
     assert [one.kind for one in loss.options(work)] == ["vocab", "chunked", "plain"]
     some, all_ = (loss.options(work._replace(room=room))[0] for room in (2**30, 2 * 2**30))
     assert (0 < some.exp_parts < some.parts, all_.exp_parts) == (True, all_.parts)

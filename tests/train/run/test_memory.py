@@ -66,7 +66,7 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 @pytest.fixture(scope="module")
-def usage(folder: Path) -> fit.Needs:
+def usage(folder: Path) -> fit.MemoryEstimate:
     """Bytes that a tiny run takes."""
     config = cli.parse("lm-tiny", RECIPES["lm-tiny"], TINY.split()).config
     estimate = fit.needs(assemble(config))
@@ -75,7 +75,7 @@ def usage(folder: Path) -> fit.Needs:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, usage: fit.Needs) -> str:
+def trained(folder: Path, usage: fit.MemoryEstimate) -> str:
     """A finished run. Eighty-five hundredths of the memory are enough to make it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory, "room", lambda: Room(int(DEVICES * usage.peak / 0.85), "this machine"))
@@ -114,7 +114,9 @@ def test_parameters_are_refused_before_anything_is_compiled_or_written(
     assert {path.name for path in (tmp_path / "run").iterdir()} <= {".lock"}
 
 
-def test_optimizer_state_is_counted(usage: fit.Needs, limited: Callable[[float], None], tmp_path: Path) -> None:
+def test_optimizer_state_is_counted(
+    usage: fit.MemoryEstimate, limited: Callable[[float], None], tmp_path: Path
+) -> None:
     limited(usage.state)  # with gradients it is more
     code, err = train("--workdir", str(tmp_path / "run"))
     assert (code, "out of memory" in err) == (2, True)
@@ -125,7 +127,7 @@ def test_optimizer_state_is_counted(usage: fit.Needs, limited: Callable[[float],
     [("", 0.7, "--accumulation-steps"), ("--data.eval-batch-size 4096", 2.5, "--data.eval-batch-size")],
 )
 def test_a_step_and_an_evaluation_are_refused_with_flags_that_then_start(
-    words: str, share: float, flag: str, usage: fit.Needs, limited: Callable[[float], None], tmp_path: Path
+    words: str, share: float, flag: str, usage: fit.MemoryEstimate, limited: Callable[[float], None], tmp_path: Path
 ) -> None:
     workdir = ("--workdir", str(tmp_path / "run"))
     limited(usage.state + usage.saved + share * usage.temporary)
@@ -141,7 +143,7 @@ def test_a_step_and_an_evaluation_are_refused_with_flags_that_then_start(
 
 
 def test_the_check_can_be_turned_off(
-    usage: fit.Needs, limited: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    usage: fit.MemoryEstimate, limited: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     limited(0.5 * usage.peak)
     assert train("--workdir", str(tmp_path / "one"))[0] == 2
@@ -218,7 +220,7 @@ def test_errors_of_other_kinds_are_none_of_memory() -> None:
 
 @pytest.mark.parametrize("left", ["notes.txt", "loss.png"])
 def test_a_workdir_with_anything_else_is_not_begun_anew(
-    left: str, usage: fit.Needs, limited: Callable[[float], None], tmp_path: Path
+    left: str, usage: fit.MemoryEstimate, limited: Callable[[float], None], tmp_path: Path
 ) -> None:
     limited(usage.state + usage.saved + 0.7 * usage.temporary)
     assert train("--workdir", str(tmp_path))[0] == 2
@@ -230,7 +232,7 @@ def test_a_workdir_with_anything_else_is_not_begun_anew(
     assert train("--workdir", str(tmp_path), "--steps", "2")[0] == 0
 
 
-def test_fewer_steps_are_queued_where_memory_is_short(usage: fit.Needs, folder: Path) -> None:
+def test_fewer_steps_are_queued_where_memory_is_short(usage: fit.MemoryEstimate, folder: Path) -> None:
     config = cli.parse("lm-tiny", RECIPES["lm-tiny"], TINY.split()).config
     program = assemble(config)
     sizes = SimpleNamespace(argument_size_in_bytes=usage.state, temp_size_in_bytes=10 * usage.state)

@@ -47,7 +47,7 @@ OVERRIDE = "--faults.no-memory-check starts the run all the same"
 
 
 @dataclasses.dataclass(frozen=True)
-class StandIn:
+class FakeDevice:
     """A device like one that is here, for the places of a mesh that no device of this machine takes.
 
     Attributes:
@@ -72,12 +72,12 @@ def stand_ins(config: MeshConfig) -> Sequence[Any] | None:
     needed = math.prod(size for axis in MESH_AXES if (size := getattr(config, axis)) > 0)
     if needed <= len(present) or present[0].platform == "tpu":
         return None
-    return [*present, *(StandIn(present[0], id) for id in range(len(present), needed))]
+    return [*present, *(FakeDevice(present[0], id) for id in range(len(present), needed))]
 
 
 def here(program: Program) -> bool:
     """Whether all devices of a program are this machine's, so that it can be compiled."""
-    return not any(isinstance(device, StandIn) for device in program.mesh.devices.flat)
+    return not any(isinstance(device, FakeDevice) for device in program.mesh.devices.flat)
 
 
 def per_row(config: Config) -> int | None:
@@ -130,7 +130,7 @@ def buffers(program: Program) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Needs:
+class MemoryEstimate:
     """Bytes of one device while a step runs.
 
     Attributes:
@@ -164,7 +164,7 @@ def program_of(config: Config) -> Program:
     return assemble(config, stand_ins(config.mesh))
 
 
-def needs(program: Program) -> Needs | None:
+def needs(program: Program) -> MemoryEstimate | None:
     """What the step takes: compiled, or estimated where its devices are not here. None where the compiler does not say.
 
     Args:
@@ -176,7 +176,7 @@ def needs(program: Program) -> Needs | None:
     return needs_of(program, program.compile_train())
 
 
-def needs_of(program: Program, step: jax.stages.Compiled) -> Needs | None:
+def needs_of(program: Program, step: jax.stages.Compiled) -> MemoryEstimate | None:
     """Return what a compiled training step takes, or None where the compiler does not say.
 
     Args:
@@ -186,13 +186,13 @@ def needs_of(program: Program, step: jax.stages.Compiled) -> Needs | None:
     analysis = step.memory_analysis()
     if analysis is None:
         return None
-    return Needs(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes, saved=_saved(program))
+    return MemoryEstimate(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes, saved=_saved(program))
 
 
-def needs_by_shapes(program: Program) -> Needs:
+def needs_by_shapes(program: Program) -> MemoryEstimate:
     """Estimate what a step takes without compiling it, from the shapes of the state, its gradients and the activations."""
     temporary = _gradients(program) + _activations(program, program.config)
-    return Needs(_state(program), temporary, compiled=False, saved=_saved(program))
+    return MemoryEstimate(_state(program), temporary, compiled=False, saved=_saved(program))
 
 
 def room(device: Any) -> int | None:
@@ -320,7 +320,9 @@ def _of(peak: float, limit: int, program: Program) -> str:
     return f"{gib(peak)} of {gib(limit)} on {devices}{source}"
 
 
-def verdict(program: Program, usage: Needs, limit: int, *, compiles: bool = True, elsewhere: bool = True) -> str | None:
+def verdict(
+    program: Program, usage: MemoryEstimate, limit: int, *, compiles: bool = True, elsewhere: bool = True
+) -> str | None:
     """Return a sentence for a step that does not fit, with the flags that would; None for one that does.
 
     Args:
@@ -338,7 +340,7 @@ def verdict(program: Program, usage: Needs, limit: int, *, compiles: bool = True
     return f"{says} {_fitting(program, usage, limit, compiles=compiles, elsewhere=elsewhere)}"
 
 
-def _fitting(program: Program, usage: Needs, limit: int, *, compiles: bool, elsewhere: bool) -> str:
+def _fitting(program: Program, usage: MemoryEstimate, limit: int, *, compiles: bool, elsewhere: bool) -> str:
     """Name flags with which a step fits that does not, or say that there are none."""
     began = time.monotonic()
     if here(program):
@@ -386,15 +388,15 @@ def _on_more_devices(program: Program, limit: int) -> str:
     return best
 
 
-def _scaled(program: Program, usage: Needs, other: Program) -> Needs:
+def _scaled(program: Program, usage: MemoryEstimate, other: Program) -> MemoryEstimate:
     """Estimate another program's step from this one's: activations in proportion to what the shapes say, all else by shapes."""
     share = _activations(other, other.config) / max(1, _activations(program, program.config))
     rest = max(0, usage.temporary - _gradients(program))
     temporary = int(_gradients(other) + rest * share + buffers(other))
-    return Needs(_state(other), temporary, compiled=False, saved=_saved(other))
+    return MemoryEstimate(_state(other), temporary, compiled=False, saved=_saved(other))
 
 
-def _on_more_devices_by_shapes(program: Program, usage: Needs, limit: int) -> str:
+def _on_more_devices_by_shapes(program: Program, usage: MemoryEstimate, limit: int) -> str:
     """Name the fewest devices that hold the run by `_scaled`; nothing is compiled."""
     best = "No larger mesh divides the batch and the model's sizes"
     for larger in _larger(program):
@@ -407,7 +409,7 @@ def _on_more_devices_by_shapes(program: Program, usage: Needs, limit: int) -> st
     return best
 
 
-def _smaller_text(program: Program, usage: Needs, limit: int) -> str:
+def _smaller_text(program: Program, usage: MemoryEstimate, limit: int) -> str:
     """Name flags of smaller runs that fit by estimate."""
     flags = list(_smaller(program, usage, limit))
     if flags:
@@ -415,7 +417,7 @@ def _smaller_text(program: Program, usage: Needs, limit: int) -> str:
     return f"a smaller model{', or a smaller --model.seq-len' if hasattr(program.config.model, 'seq_len') else ''}"
 
 
-def _smaller(program: Program, usage: Needs, limit: int) -> Iterator[str]:
+def _smaller(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[str]:
     """Yield flags of runs with another result that fit the same devices: each sets one size to a half, a quarter, and so on."""
     config = program.config
     sizes = {
@@ -442,7 +444,7 @@ def _smaller(program: Program, usage: Needs, limit: int) -> Iterator[str]:
             yield "--model.compute.param-dtype bfloat16"
 
 
-def _reduced(program: Program, usage: Needs, config: Config) -> float:
+def _reduced(program: Program, usage: MemoryEstimate, config: Config) -> float:
     """Estimate the peak of a smaller run on the same mesh from what the run itself takes."""
     program.layout.check_batch(config.data.batch_size, config.accumulation_steps)
     model = definition(config.model)
@@ -471,7 +473,7 @@ def _savings(program: Program, kinds: tuple[str, ...]) -> Iterator[tuple[Config,
             yield dataclasses.replace(saving, accumulation_steps=more), flags
 
 
-def _proposals(program: Program, usage: Needs, limit: int) -> Iterator[tuple[Config, str]]:
+def _proposals(program: Program, usage: MemoryEstimate, limit: int) -> Iterator[tuple[Config, str]]:
     """Runs with the same result on the devices there are that should fit, those that cost less time first, with their flags."""
     here, gradients = max(1, _activations(program, program.config)), _gradients(program)
     for other in (program, *_resplit(program)):
@@ -529,8 +531,8 @@ def _mesh_flags(before: Config, after: Config) -> list[str]:
     return [f"--{name} {new}" for name, old, new in sizes if new != old]
 
 
-def _estimated(program: Program, row: int) -> Needs:
-    return Needs(_state(program), temporary(program, row), compiled=False, saved=_saved(program))
+def _estimated(program: Program, row: int) -> MemoryEstimate:
+    return MemoryEstimate(_state(program), temporary(program, row), compiled=False, saved=_saved(program))
 
 
 def _state(program: Program) -> int:

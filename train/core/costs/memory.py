@@ -35,7 +35,7 @@ ONCE = ("splash", "ring", "cudnn")
 """Attention by a kernel whose outputs and softmax's norm a remat policy can keep (`zoo.layers.stack.REMAT`)."""
 
 
-def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.Way:
+def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.LossImplementation:
     """How a run computes its loss, and what that takes.
 
     Args:
@@ -47,14 +47,14 @@ def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.Wa
     return core_loss.options(readout)[0] if how == "auto" else core_loss.way(readout, how)
 
 
-def work(config: Config, definition: Definition, layout: Layout) -> core_loss.Work:
+def work(config: Config, definition: Definition, layout: Layout) -> core_loss.ReadoutShape:
     """The readout of one microbatch on one device.
 
     Args:
         config, definition, layout: as `loss`.
     """
     outputs, ways = definition.sizes[config.model.output_axis], layout.num_shards(config.model.output_axis)
-    return core_loss.Work(
+    return core_loss.ReadoutShape(
         rows=_rows(config, layout) * config.model.units // layout.num_shards("sequence"),
         columns=outputs // ways if outputs % ways == 0 else outputs,
         width=definition.sizes["embed"],

@@ -19,14 +19,14 @@ FLAGS = "--model.depth 2 --mesh.data 2 --mesh.fsdp 4 --data.batch-size 32"
 Advice = Callable[[float], str | None]
 
 
-def needs(flags: str) -> fit.Needs:
+def needs(flags: str) -> fit.MemoryEstimate:
     memory = fit.needs(assemble(cli.parse("lm-tiny", RECIPES["lm-tiny"], flags.split()).config))
     assert memory
     return memory
 
 
 @pytest.fixture(scope="module")
-def memory() -> fit.Needs:
+def memory() -> fit.MemoryEstimate:
     return needs(FLAGS)
 
 
@@ -51,7 +51,7 @@ def advised(text: str | None) -> str:
     return flags[1]
 
 
-def test_the_flags_that_it_names_make_it_fit(memory: fit.Needs, advice: Advice) -> None:
+def test_the_flags_that_it_names_make_it_fit(memory: fit.MemoryEstimate, advice: Advice) -> None:
     assert advice(memory.peak) is None
     limit = memory.state + memory.temporary // 2
     flags = advised(advice(limit))
@@ -94,7 +94,7 @@ def test_a_dry_run_for_devices_that_are_not_here_says_so(
     assert "the mesh needs a multiple of 16 devices (fsdp 16); there are 8" in capsys.readouterr().err
 
 
-def test_what_no_flag_makes_fit_is_said(memory: fit.Needs, advice: Advice) -> None:
+def test_what_no_flag_makes_fit_is_said(memory: fit.MemoryEstimate, advice: Advice) -> None:
     text = advice(memory.temporary / 4) or ""
     assert re.search(
         r"No flags make it fit these devices\. On \d+ such devices, with .* by estimate, still too much", text
