@@ -28,9 +28,9 @@ from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.layout import (
     DamagedError,
     ForeignError,
-    InPlace,
+    MarkerCommit,
     Manifest,
-    Renamed,
+    RenameCommit,
     aside,
     counts,
     is_aside,
@@ -215,7 +215,7 @@ class CheckpointFolder:
         self.folder = workdir / CHECKPOINTS
         self._config = config
         self._note = note
-        self.layout = Renamed(self.folder) if renames else InPlace(self.folder)
+        self.layout = RenameCommit(self.folder) if renames else MarkerCommit(self.folder)
         self._taken_back: set[Path] = set()
         self._undeleted: dict[int, str] = {}
         self.record: dict[str, Any] = {}

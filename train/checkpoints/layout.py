@@ -269,7 +269,7 @@ def in_threads(function: Callable[..., Any], *columns: Iterable[Any]) -> list[An
         return list(pool.map(function, *columns))
 
 
-class Renamed:
+class RenameCommit:
     """A folder on a disk. Process 0 alone calls what changes something.
 
     Args:
@@ -383,7 +383,7 @@ class Renamed:
             (aside / DAMAGED).unlink()
 
 
-class InPlace(Renamed):
+class MarkerCommit(RenameCommit):
     """A folder in which no folder can be renamed."""
 
     renames = False

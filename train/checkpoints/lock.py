@@ -130,7 +130,7 @@ def end_at_once(text: str) -> None:
 
 
 @contextlib.contextmanager
-def held(folder: Path, name: str, lost: Callable[[str], None] = end_at_once) -> Iterator[None]:
+def workdir_lock(folder: Path, name: str, lost: Callable[[str], None] = end_at_once) -> Iterator[None]:
     """Keep a folder for this process alone while entered.
 
     Args:

@@ -208,7 +208,7 @@ def _locked(folder: Path, out: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if is_remote(folder) or not locks_files(folder / LOCK):
             try:
-                stack.enter_context(lock.held(folder, LOCK))
+                stack.enter_context(lock.workdir_lock(folder, LOCK))
             except lock.WorkdirError as error:
                 raise HalfMadeError(in_use if "is in use" in str(error) else f"--out {out}: {error}") from error
         else:

@@ -163,7 +163,7 @@ def locked(path: Path, processes: Processes) -> Iterator[None]:
     if not locks_files(path / _LOCK):
         from mupax.train.checkpoints import lock
 
-        with lock.held(path, _LOCK if is_remote(path) else _OWNER):
+        with lock.workdir_lock(path, _LOCK if is_remote(path) else _OWNER):
             yield
         return
     with (path / _LOCK).open("a+") as file:

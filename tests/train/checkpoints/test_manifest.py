@@ -24,7 +24,7 @@ from mupax.train.checkpoints import checkpointer, command, layout
 from mupax.train.checkpoints import folder as disk
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import steps, verified
-from mupax.train.checkpoints.layout import Renamed
+from mupax.train.checkpoints.layout import RenameCommit
 from mupax.train.checkpoints.workdir import WorkdirError
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.state import TrainState
@@ -141,7 +141,7 @@ def test_a_state_saved_on_two_devices_is_checked_on_eight(tmp_path: Path) -> Non
 @pytest.mark.core
 def test_control_orbax_alone_restores_a_flipped_bit_without_a_word(tmp_path: Path) -> None:
     arrays = {"a": jnp.zeros((64, 64))}
-    with Renamed(tmp_path).context():
+    with RenameCommit(tmp_path).context():
         ocp.save(str(tmp_path / "plain"), arrays)
     flip(data_file(tmp_path / "plain"), 8 * 5000 + 3)
     loaded = ocp.load(str(tmp_path / "plain"), arrays)

@@ -129,7 +129,7 @@ def test_up_from_a_link_is_where_the_link_leads(tmp_path: Path) -> None:
 def test_a_lock_that_is_a_file_lies_in_the_folder(tmp_path: Path) -> None:
     folder = tmp_path / "a\\[b]"
     folder.mkdir()
-    with lock.held(folder, ".owner"):
+    with lock.workdir_lock(folder, ".owner"):
         assert [path.name for path in folder.iterdir()] == [".owner"]
     assert os.listdir(tmp_path) == [folder.name]
 

@@ -185,7 +185,7 @@ def test_a_process_of_this_machine_that_has_ended_is_not_waited_for(
 
 def test_a_run_that_was_thought_dead_ends_when_it_comes_back(place: Path) -> None:
     messages: list[str] = []
-    with lock.held(place, "owner", messages.append):
+    with lock.workdir_lock(place, "owner", messages.append):
         (place / "owner").write_text(json.dumps({"token": "b", "who": "process 7 on other"}))
         for _ in range(50):
             time.sleep(0.1)
