@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mupax.zoo.definition import Arrays
 
 
-class Trained(NamedTuple):
+class LoadedRun(NamedTuple):
     """One step of a run."""
 
     workdir: Path
@@ -88,7 +88,7 @@ class Trained(NamedTuple):
         return dict(patience(lambda: checkpoints_folder.loaded(checkpoint, request), checkpoint)[self.weights])
 
 
-def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Trained:
+def find(path: Path, step: Step | None = None, ema: bool | None = None) -> LoadedRun:
     """A step of a run, without its arrays.
 
     Args:
@@ -112,4 +112,4 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Train
     averaged = config.ema.decay is not None if ema is None else ema
     config = config if averaged else dataclasses.replace(config, ema=EmaConfig())
     weights = "ema" if averaged else "params"
-    return Trained(folder, config, facts if isinstance(facts, dict) else {}, meant, weights, fields.get("run"))
+    return LoadedRun(folder, config, facts if isinstance(facts, dict) else {}, meant, weights, fields.get("run"))

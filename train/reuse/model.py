@@ -17,7 +17,7 @@ from mupax.train.reuse import pretrained
 from mupax.train.reuse.outline import WeightsError
 
 if TYPE_CHECKING:
-    from mupax.train.checkpoints.saved_run import Trained
+    from mupax.train.checkpoints.saved_run import LoadedRun
     from mupax.train.core.program import Program
     from mupax.train.reuse.generate.decode import Generator
     from mupax.train.reuse.generate.sampling import Sampling
@@ -61,7 +61,7 @@ class Model:
         step: Optimizer steps of the checkpoint; None for weights without a run.
     """
 
-    def __init__(self, path: Path, opened: Trained | pretrained.Weights) -> None:
+    def __init__(self, path: Path, opened: LoadedRun | pretrained.LoadedWeights) -> None:
         self.config: Config = opened.config
         self.step: int | None = opened.step
         self._path = path
@@ -185,7 +185,7 @@ class Model:
         request = types.SimpleNamespace(
             prompt=prompt, tokens=tokens, seed=seed, samples=1, beams=1, workdir=self._opened.workdir
         )
-        if isinstance(self._opened, pretrained.Weights):
+        if isinstance(self._opened, pretrained.LoadedWeights):
             return published.texts(request, self._opened, self._tokenizer, sampling)[0]
         return denoised.texts(request, self._opened, self._tokenizer, sampling)[0]
 

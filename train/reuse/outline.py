@@ -34,7 +34,7 @@ class WeightsError(MupaxError):
     """Weights that are not there, or that do not fit. The text says which and what to write instead."""
 
 
-class Recorded(dict[str, Any]):
+class RunRecord(dict[str, Any]):
     """What config.json says of a run."""
 
 
@@ -65,10 +65,10 @@ def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], 
         )
     fields = read_json(folder / (MODEL if imported else CONFIG))
     run = not imported and "model_type" not in fields and "config" in fields
-    return folder, Recorded(fields) if run else fields, step
+    return folder, RunRecord(fields) if run else fields, step
 
 
-class Outline(NamedTuple):
+class ModelDescription(NamedTuple):
     """What can be said of weights without reading them."""
 
     folder: Path
@@ -87,28 +87,28 @@ class Outline(NamedTuple):
     """data.separator of weights without a run: the token that ends a document, unless its usual names find it."""
 
 
-def outline(path: Path) -> Outline:
+def outline(path: Path) -> ModelDescription:
     """What a path says of its weights; raises as `read`."""
     folder, fields, step = opened(path)
-    if isinstance(fields, Recorded):
+    if isinstance(fields, RunRecord):
         config, facts = recorded_run(fields)
         if step == BEST:
             step = step_of(folder, step, config.checkpoint.best_metric)
         own = assets.find(folder, step)
         facts |= own.facts if own else {}
         images = images_of(facts, config.model, folder)
-        return Outline(folder, config.model, config.preset, images, (config, facts), own)
+        return ModelDescription(folder, config.model, config.preset, images, (config, facts), own)
     if (folder / MODEL).is_file():
         model, preset = checked_model(folder, fields), fields.get("preset")
         preset_fields = preset.get("fields") if isinstance(preset, Mapping) else None
         images = images_of(fields, model, folder / MODEL)
         ids = fields.get("text_ids", {})
         text = _text_settings(folder, model, fields, ids if isinstance(ids, Mapping) else {})
-        return Outline(folder, model, preset_from_json(preset_fields or {}), images, None, **text)
+        return ModelDescription(folder, model, preset_from_json(preset_fields or {}), images, None, **text)
     model = huggingface.from_huggingface(fields).model
     images, _ = published_images(folder, fields, model)
     text = _text_settings(folder, model, fields.get("mupax", {}), published_ids(folder, fields, model))
-    return Outline(folder, model, None, images, None, **text)
+    return ModelDescription(folder, model, None, images, None, **text)
 
 
 def _text_settings(folder: Path, model: ModelConfig, record: Any, ids: Mapping[str, Any]) -> dict[str, Any]:

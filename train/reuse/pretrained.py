@@ -25,7 +25,7 @@ NO_DATA = {"tokens": "text:", "images": "images:"}
 _BATCH = 8
 
 
-class Weights(NamedTuple):
+class LoadedWeights(NamedTuple):
     """Weights without a run; beside its `params` it has what `saved_run.Trained` has."""
 
     workdir: Path
@@ -61,7 +61,7 @@ class Weights(NamedTuple):
         return {name: jax.device_put(placed[name], leaf.sharding) for name, leaf in abstract.params.items()}
 
 
-def described(opened: saved_run.Trained | Weights, path: Path) -> str:
+def described(opened: saved_run.LoadedRun | LoadedWeights, path: Path) -> str:
     """Which weights they are, in words.
 
     Args:
@@ -75,7 +75,7 @@ def described(opened: saved_run.Trained | Weights, path: Path) -> str:
 
 def find(
     path: Path, step: Step | None = None, average: bool | None = None, *, writes: bool = False
-) -> saved_run.Trained | Weights:
+) -> saved_run.LoadedRun | LoadedWeights:
     """Open what a path names, without its arrays. The config of a run names the run's own tokenizer and chat template.
 
     Args:
@@ -113,10 +113,10 @@ def find(
         data = dataclasses.replace(data, chat_template=str(path / templates.FILE))
     config = Config(recipe="weights", model=model, data=data, preset=origin.preset or PresetConfig(name="sp"), steps=1)
     names = None if images is None else images.class_names
-    return Weights(path, config, {} if names is None else {"class_names": list(names)})
+    return LoadedWeights(path, config, {} if names is None else {"class_names": list(names)})
 
 
-def run_of(path: Path, step: Step | None = None, average: bool | None = None) -> saved_run.Trained:
+def run_of(path: Path, step: Step | None = None, average: bool | None = None) -> saved_run.LoadedRun:
     """Return a step of a run, without its arrays. Its config names the run's own tokenizer and chat template.
 
     Args:

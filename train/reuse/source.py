@@ -29,7 +29,7 @@ from mupax.train.reuse import plain
 from mupax.train.reuse.image_input import ImageInput
 from mupax.train.reuse.outline import (
     MODEL,
-    Recorded,
+    RunRecord,
     WeightsError,
     checked_model,
     images_of,
@@ -157,7 +157,7 @@ def _not_finite(value: np.ndarray) -> int:
 
 def _read(path: Path, step: Step | None, part: Literal["params", "ema"]) -> Source:
     folder, fields, step = opened(path, step)
-    if isinstance(fields, Recorded):
+    if isinstance(fields, RunRecord):
         return _run(folder, fields, step, part)
     if part == "ema":
         raise WeightsError(f"{path}: holds weights, and no moving average beside them; leave --init-ema out")

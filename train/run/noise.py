@@ -25,7 +25,7 @@ from mupax.train.config.checks import at_least
 from mupax.train.run.eval_command import restored
 
 if TYPE_CHECKING:
-    from mupax.train.checkpoints.saved_run import Trained
+    from mupax.train.checkpoints.saved_run import LoadedRun
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measured(saved: Trained, batches: int) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+def measured(saved: LoadedRun, batches: int) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """Products of gradients, float64 [batches, batches] of each trained parameter, and names of the parameters by group.
 
     Args:

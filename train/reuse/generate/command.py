@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     """Writes the text; 0 when done. Raises UsageError, WorkdirError, DecodingError or DataError for what does not fit."""
     args = command_line.parse(Generate, _PROG, argv)
     _check(args)
-    from mupax.train.checkpoints.saved_run import Trained
+    from mupax.train.checkpoints.saved_run import LoadedRun
     from mupax.train.checkpoints.workdir import WorkdirError
     from mupax.train.reuse import pretrained
     from mupax.train.reuse.generate import opened
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
         from mupax.train.reuse.generate import denoised, published
 
         tokenizer = opened.tokenizer_of(run)
-        if isinstance(run, Trained):
+        if isinstance(run, LoadedRun):
             return denoised.main(args, run, tokenizer, sampling)
         return published.main(args, run, tokenizer, sampling)
     if args.beams != 1:

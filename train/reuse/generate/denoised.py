@@ -22,7 +22,7 @@ from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:
-    from mupax.train.checkpoints.saved_run import Trained
+    from mupax.train.checkpoints.saved_run import LoadedRun
 
 GREEDY = Sampling(temperature=0)
 
@@ -41,7 +41,7 @@ def rewriter(program: Program, ids: SpecialIds, params: Arrays, inputs: StepInpu
     return Rewriter(program, params, inputs, start=start, end=ids.eos, **options)
 
 
-def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
+def main(args: Any, run: LoadedRun, tokenizer: Any, sampling: Sampling) -> int:
     """Write what the model makes of the prompt. Return 0.
 
     Args:
@@ -59,7 +59,7 @@ def main(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> int:
     return 0
 
 
-def texts(args: Any, run: Trained, tokenizer: Any, sampling: Sampling) -> list[str]:
+def texts(args: Any, run: LoadedRun, tokenizer: Any, sampling: Sampling) -> list[str]:
     """Return what the model makes of a prompt, a text per sample. What it took goes to standard error.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 
 from mupax import command_line
 from mupax.train import data as data_sources
-from mupax.train.checkpoints.saved_run import Trained
+from mupax.train.checkpoints.saved_run import LoadedRun
 from mupax.train.config.sections import Step
 from mupax.train.data import DataError
 from mupax.train.data.chats import templates
@@ -20,12 +20,12 @@ from mupax.train.data.chats.templates import Template
 from mupax.train.data.text import named_tokenizers
 from mupax.train.reuse import pretrained
 from mupax.train.reuse.generate.sampling import DecodingError
-from mupax.train.reuse.pretrained import Weights
+from mupax.train.reuse.pretrained import LoadedWeights
 
 
 def find(
     path: Path, step: Step | None, average: bool | None, *, writes: bool = False, **text_fields: str | None
-) -> Trained | Weights:
+) -> LoadedRun | LoadedWeights:
     """The model, as `pretrained.find` gives it.
 
     Args:
@@ -51,7 +51,7 @@ def find(
     return run._replace(config=dataclasses.replace(run.config, data=data))
 
 
-def tokenizer_of(run: Trained | Weights) -> Any:
+def tokenizer_of(run: LoadedRun | LoadedWeights) -> Any:
     """Return the model's tokenizer: the file of a run's own, or the one beside weights.
 
     The run's data is opened only for a run of an older version, whose tokenizer is not in the cache either.
@@ -73,7 +73,7 @@ def tokenizer_of(run: Trained | Weights) -> Any:
     return tokenizer
 
 
-def template_of(run: Trained | Weights, file: str | None = None) -> Template | None:
+def template_of(run: LoadedRun | LoadedWeights, file: str | None = None) -> Template | None:
     """Return the chat template of a model, or None if it has none.
 
     Args:
@@ -87,7 +87,7 @@ def template_of(run: Trained | Weights, file: str | None = None) -> Template | N
     return templates.find(data.tokenizer, file or data.chat_template, dated=True)
 
 
-def prompt_of(run: Trained | Weights, tokenizer: Any, text: bytes) -> np.ndarray:
+def prompt_of(run: LoadedRun | LoadedWeights, tokenizer: Any, text: bytes) -> np.ndarray:
     """A text to continue in the model's tokens, int32 [P], P >= 1: an empty one begins a document.
 
     Args:
@@ -106,7 +106,7 @@ def prompt_of(run: Trained | Weights, tokenizer: Any, text: bytes) -> np.ndarray
     return prompt if prompt.size else np.array([tokenizer.separator], np.int32)
 
 
-def check_known(prompt: np.ndarray, run: Trained | Weights) -> None:
+def check_known(prompt: np.ndarray, run: LoadedRun | LoadedWeights) -> None:
     """Raises DecodingError where a prompt has tokens that the model does not know.
 
     Args:

@@ -19,10 +19,10 @@ from mupax.train.reuse.huggingface import text_ids
 from mupax.train.reuse.outline import MODEL, opened
 
 if TYPE_CHECKING:
-    from mupax.train.reuse.pretrained import Weights
+    from mupax.train.reuse.pretrained import LoadedWeights
 
 
-def main(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> int:
+def main(args: Any, run: LoadedWeights, tokenizer: Any, sampling: Sampling) -> int:
     """Write what the model makes of the prompt, as `transformers` does with the same tokens forced. Return 0.
 
     Args:
@@ -40,7 +40,7 @@ def main(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> int:
     return 0
 
 
-def texts(args: Any, run: Weights, tokenizer: Any, sampling: Sampling) -> list[str]:
+def texts(args: Any, run: LoadedWeights, tokenizer: Any, sampling: Sampling) -> list[str]:
     """Return what the model makes of a prompt, a text per sample. What it took goes to standard error.
 
     Args:

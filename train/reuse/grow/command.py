@@ -18,7 +18,7 @@ from mupax.zoo import configs
 if TYPE_CHECKING:
     import numpy as np
 
-    from mupax.train.checkpoints.saved_run import Trained
+    from mupax.train.checkpoints.saved_run import LoadedRun
     from mupax.train.core.program import Program
     from mupax.train.core.state import TrainState
     from mupax.train.reuse.grow.grow import Growth
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def compared_examples(run: Trained, note: Callable[[str], None]) -> tuple[dict[str, np.ndarray], str]:
+def compared_examples(run: LoadedRun, note: Callable[[str], None]) -> tuple[dict[str, np.ndarray], str]:
     """Return what the model reads of a few examples, and what kind of examples they are: random ones without the run's data.
 
     Args:

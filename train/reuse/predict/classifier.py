@@ -17,7 +17,7 @@ from mupax.train.data import DataError, crops, images
 from mupax.train.data.sources import folders
 from mupax.train.reuse import pretrained, runs
 from mupax.train.reuse.image_input import ImageInput
-from mupax.train.reuse.outline import Outline, WeightsError
+from mupax.train.reuse.outline import ModelDescription, WeightsError
 from mupax.zoo.definition import Arrays
 from mupax.zoo.families import ImageModel
 
@@ -93,7 +93,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
         return exp / exp.sum(axis=1, keepdims=True)
 
 
-def classifier(path: Path, outline: Outline, step: Step | None, average: bool | None, batch_size: int) -> Classifier:
+def classifier(
+    path: Path, outline: ModelDescription, step: Step | None, average: bool | None, batch_size: int
+) -> Classifier:
     """The classifier of a path.
 
     Args:

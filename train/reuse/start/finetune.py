@@ -25,7 +25,7 @@ from mupax.train.config import cli, small_folders
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
 from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
-from mupax.train.reuse.outline import Outline, WeightsError, outline
+from mupax.train.reuse.outline import ModelDescription, WeightsError, outline
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.lora.config import LoraConfig
@@ -164,7 +164,7 @@ def command(argv: Sequence[str]) -> cli.Command:
     return run
 
 
-def rate_rule(origin: Outline) -> tuple[OptimizerConfig, str]:
+def rate_rule(origin: ModelDescription) -> tuple[OptimizerConfig, str]:
     """The optimizer of a run that goes on from a source, and in words where its rate is from."""
     preset, model = preset_of_source(origin)
     named = f"{preset.name}{f' relative to {preset.base}' if preset.base else ' in absolute form'}"
@@ -190,7 +190,7 @@ def rate_rule(origin: Outline) -> tuple[OptimizerConfig, str]:
     ), f"so that matrices move at 5e-5 x 768 / width = {target:.3g} under {named}"
 
 
-def preset_of_source(origin: Outline) -> tuple[PresetConfig, Any]:
+def preset_of_source(origin: ModelDescription) -> tuple[PresetConfig, Any]:
     """The source's preset without what is of its own batch and tokens, `sp` where it has none; and its model."""
     preset = origin.preset or PresetConfig(name="sp")
     name, sizes = base_parts(preset.base)
@@ -199,7 +199,7 @@ def preset_of_source(origin: Outline) -> tuple[PresetConfig, Any]:
     return dataclasses.replace(preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale), origin.model
 
 
-def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> tuple[Config, str]:
+def _images(folder: Path, source: Path, origin: ModelDescription, model: ImageModel) -> tuple[Config, str]:
     from mupax.train.data.sources import folders
 
     assert origin.images is not None
@@ -228,7 +228,7 @@ def _images(folder: Path, source: Path, origin: Outline, model: ImageModel) -> t
     return _config(folder, source, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 
-def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> tuple[Config, str]:
+def _text(folder: Path, source: Path, origin: ModelDescription, has_tokenizer: bool) -> tuple[Config, str]:
     if folder.is_dir() and not has_tokenizer:
         from mupax.train.data.records.listing import files_below
         from mupax.train.data.sources.folders import is_image
@@ -264,7 +264,7 @@ def _text(folder: Path, source: Path, origin: Outline, has_tokenizer: bool) -> t
     return _config(folder, source, origin, origin.model, data, TEXT_STEPS, ()), ""
 
 
-def _tokenizer(source: Path, origin: Outline) -> str:
+def _tokenizer(source: Path, origin: ModelDescription) -> str:
     """data.tokenizer that makes the source's tokens; raises WeightsError where it is not here."""
     from mupax.train.reuse.huggingface.command import tokenizer_of
 
@@ -283,7 +283,7 @@ def _tokenizer(source: Path, origin: Outline) -> str:
 
 
 def _config(
-    folder: Path, source: Path, origin: Outline, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
+    folder: Path, source: Path, origin: ModelDescription, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
 ) -> Config:
     optimizer, trained = dataclasses.replace(rate_rule(origin)[0], warmup_steps=steps // 10), ()
     if isinstance(model, TransformerConfig) and model.lora.rank is not None:
