@@ -94,7 +94,9 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
         plain = fold.absorb_multipliers(params, fold.scales(built, factors))
         record = pretrained.plain.preset_record(preset_config, parameterization, built, factors)
         files.write_huggingface(
-            pretrained.Source(config, plain, {name: np.ones(()) for name in plain}, record, []), theirs_at, "float32"
+            pretrained.WeightsSource(config, plain, {name: np.ones(()) for name in plain}, record, []),
+            theirs_at,
+            "float32",
         )
     inputs = inputs_of(config)
     ours = np.asarray(jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs)))

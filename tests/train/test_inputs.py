@@ -146,7 +146,9 @@ def make() -> None:
     for name, model, image_input in (("gpt", decoder, None), ("vit", vit, images)):
         shapes = {path: leaf.shape for path, leaf in definition(model).abstract.items()}
         params = {path: random.normal(0, 0.1, shape).astype(np.float32) for path, shape in shapes.items()}
-        model_source = source.Source(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=image_input)
+        model_source = source.WeightsSource(
+            model, params, dict.fromkeys(params, np.ones(())), {}, [], images=image_input
+        )
         files.write_huggingface(model_source, Path(name), "float32")
 
 

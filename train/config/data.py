@@ -34,7 +34,7 @@ SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
 """Fields of a model that its data may set."""
 
 
-class Source(NamedTuple):
+class DataKind(NamedTuple):
     """A kind of data."""
 
     loader: str
@@ -57,35 +57,35 @@ _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", 
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 _RECORD_FILES = frozenset({"field", "on_broken", "limits"})
-SOURCES: dict[str, Source] = {
-    "python_corpus": Source(
+SOURCES: dict[str, DataKind] = {
+    "python_corpus": DataKind(
         f"{_FOLDER}.text:python_corpus", "tokens", _TEXT, prepare=f"{_RECORDS}.builders:prepare_python_corpus"
     ),
-    "digits": Source(
+    "digits": DataKind(
         f"{_FOLDER}.digits:digits",
         "images",
         _IMAGES | {"split"},
         ImageSizes(10, 1, 8, scaled=False),
         prepare=f"{_RECORDS}.builders:prepare_digits",
     ),
-    "shapes": Source(
+    "shapes": DataKind(
         f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
     ),
-    "cifar5m": Source(
+    "cifar5m": DataKind(
         f"{_FOLDER}.cifar5m:cifar5m",
         "images",
         _IMAGES,
         ImageSizes(10, 3, 32, scaled=False),
         prepare=f"{_FOLDER}.cifar5m:prepared_parts",
     ),
-    "fashion": Source(f"{_FOLDER}.idx:fashion", "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)),
-    "idx:PATH": Source(f"{_FOLDER}.idx:own_files", "images", _IMAGES | {"limits"}, f"{_FOLDER}.idx:sizes"),
-    "mix": Source(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
-    "text:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
-    "records:PATH": Source(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
-    "hf:NAME": Source(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | _RECORD_FILES),
-    "chat:PATH": Source(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | _RECORD_FILES),
-    "images:PATH": Source(
+    "fashion": DataKind(f"{_FOLDER}.idx:fashion", "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)),
+    "idx:PATH": DataKind(f"{_FOLDER}.idx:own_files", "images", _IMAGES | {"limits"}, f"{_FOLDER}.idx:sizes"),
+    "mix": DataKind(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
+    "text:PATH": DataKind(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
+    "records:PATH": DataKind(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
+    "hf:NAME": DataKind(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | _RECORD_FILES),
+    "chat:PATH": DataKind(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | _RECORD_FILES),
+    "images:PATH": DataKind(
         f"{_FOLDER}.folders:own_images",
         "images",
         _IMAGES | {"on_broken", "pixels", "limits"},
@@ -107,7 +107,7 @@ def source_key(name: str) -> str | None:
     return next((pattern for pattern in patterns if pattern in SOURCES), None)
 
 
-def source(name: str) -> Source:
+def source(name: str) -> DataKind:
     """Return the source of a data.name. Any that `SOURCES` does not have is a data set of TFDS."""
     key = source_key(name)
     if key is not None:
@@ -116,7 +116,7 @@ def source(name: str) -> Source:
     task = _PUBLISHED.get(kind.partition("/")[0])
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels", "limits"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
-    return Source(f"{_FOLDER}.published:tfds_data", task, reads, f"{_FOLDER}.published:sizes")
+    return DataKind(f"{_FOLDER}.published:tfds_data", task, reads, f"{_FOLDER}.published:sizes")
 
 
 def image_sizes(config: DataConfig) -> ImageSizes | None:

@@ -52,7 +52,7 @@ from mupax.zoo.transformer import TransformerConfig
 _CHECKED_VALUES = 1 << 20
 
 
-class Source(NamedTuple):
+class WeightsSource(NamedTuple):
     """Weights of the plain network, and the model they are of."""
 
     model: ModelConfig
@@ -97,7 +97,7 @@ def located(path: Path) -> Path:
     return folder
 
 
-def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params") -> Source:
+def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params") -> WeightsSource:
     """Weights from a path.
 
     Args:
@@ -155,7 +155,7 @@ def _not_finite(value: np.ndarray) -> int:
     return count
 
 
-def _read(path: Path, step: Step | None, part: Literal["params", "ema"]) -> Source:
+def _read(path: Path, step: Step | None, part: Literal["params", "ema"]) -> WeightsSource:
     folder, fields, step = opened(path, step)
     if isinstance(fields, RunRecord):
         return _run(folder, fields, step, part)
@@ -172,10 +172,10 @@ def _read(path: Path, step: Step | None, part: Literal["params", "ema"]) -> Sour
     notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
     scales = dict.fromkeys(loaded.params, np.ones(()))
     ids = published_ids(folder, fields, published.model)
-    return Source(published.model, loaded.params, scales, {}, [*notes, *note], images=images, text_ids=ids)
+    return WeightsSource(published.model, loaded.params, scales, {}, [*notes, *note], images=images, text_ids=ids)
 
 
-def place(source: Source, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
+def place(source: WeightsSource, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
     """Parameters for a model under a preset, one array per parameter in its type, from weights in any form.
 
     Args:
@@ -200,7 +200,7 @@ def place(source: Source, definition: Definition, factors: Factors) -> dict[str,
     return {name: np.asarray(placed[name], leaf.dtype) for name, leaf in definition.abstract.items()}
 
 
-def _imported(path: Path, record: Mapping[str, Any]) -> Source:
+def _imported(path: Path, record: Mapping[str, Any]) -> WeightsSource:
     model, preset = checked_model(path, record), record.get("preset")
     files = Tensors(path)
     # Counted first: a model may be built only if it is no larger than the file.
@@ -210,10 +210,12 @@ def _imported(path: Path, record: Mapping[str, Any]) -> Source:
     _check_memory(files, path)
     by, params = _scales(preset, files), {name: files.read(name) for name in files.shapes}
     images, ids = images_of(record, model, path), record.get("text_ids", {})
-    return Source(model, params, by, dict(preset), [], images=images, text_ids=ids)  # pyright: ignore
+    return WeightsSource(model, params, by, dict(preset), [], images=images, text_ids=ids)  # pyright: ignore
 
 
-def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Literal["params", "ema"]) -> Source:
+def _run(
+    workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Literal["params", "ema"]
+) -> WeightsSource:
     config, facts = recorded_run(recorded)
     if part == "ema" and config.ema.decay is None:
         raise WeightsError(f"{workdir}: the run kept no moving average (ema.decay is None); leave --init-ema out")
@@ -235,7 +237,7 @@ def _run(workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Li
         by, notes = {name: by[name] for name in whole}, [f"adapters of rank {rank} are merged into their matrices"]
         record["scales"] = {name: plain.number(scale) for name, scale in by.items()}
         params = plain.restore_multipliers(whole, by)
-    return Source(whole_model, params, by, record, notes, (config, facts), images, own)
+    return WeightsSource(whole_model, params, by, record, notes, (config, facts), images, own)
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:

@@ -197,7 +197,7 @@ def write_model(folder: Path) -> None:
     """Write weights of a tiny model as `mupax import` does."""
     from mupax.train.config.run import PresetConfig
     from mupax.train.reuse.huggingface import files
-    from mupax.train.reuse.source import Source
+    from mupax.train.reuse.source import WeightsSource
     from mupax.zoo.configs import DecoderConfig
     from mupax.zoo.definition import definition
 
@@ -208,7 +208,7 @@ def write_model(folder: Path) -> None:
     params: Any = {}
     for name, leaf in definition(model).abstract.items():
         params[name] = noise.standard_normal(leaf.shape).astype(np.float32)
-    source = Source(model, params, dict.fromkeys(params, np.ones(())), {}, [])
+    source = WeightsSource(model, params, dict.fromkeys(params, np.ones(())), {}, [])
     files.write_imported(source, PresetConfig(name="sp"), folder, "a campaign")
     (folder / "chat.jinja").write_text(TEMPLATE)
 

@@ -96,7 +96,7 @@ def test_greedy_text_is_the_same(model: Any, preset: str, tmp_path: Path) -> Non
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
     record = plain.preset_record(preset_config, parameterization, built, factors)
     files.write_huggingface(
-        source.Source(model, folded, dict.fromkeys(folded, np.ones(())), record, []), tmp_path / "hf", "float32"
+        source.WeightsSource(model, folded, dict.fromkeys(folded, np.ones(())), record, []), tmp_path / "hf", "float32"
     )
 
     prompt, length = np.frombuffer(b"def __init__(self, ", np.uint8).astype(np.int32), 100
@@ -135,7 +135,7 @@ def test_greedy_text_of_an_encoder_decoder_is_the_same(name: str, tmp_path: Path
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
     ids = {"bos_token_id": 3, "eos_token_id": None, "pad_token_id": 0, "decoder_start_token_id": 2}
     files.write_huggingface(
-        source.Source(model, folded, dict.fromkeys(folded, np.ones(())), {}, []), tmp_path / "hf", "float32", ids
+        source.WeightsSource(model, folded, dict.fromkeys(folded, np.ones(())), {}, []), tmp_path / "hf", "float32", ids
     )
     inputs, mask, targets = parity.inputs_of(model)
     text, forward = np.full_like(targets, 2), jax.jit(built.apply)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mupax.train.data.text.tokenizer import Tokenizer
     from mupax.train.reuse.huggingface.tokenizer_files import TextFiles
     from mupax.train.reuse.image_input import ImageInput
-    from mupax.train.reuse.source import Source
+    from mupax.train.reuse.source import WeightsSource
     from mupax.zoo.families import ModelConfig
     from mupax.zoo.huggingface.tensorfile import DType
 
@@ -136,7 +136,7 @@ def exported(
     name: str,
     licence: str | None = None,
     separator: str | None = None,
-) -> tuple[Source, list[str]]:
+) -> tuple[WeightsSource, list[str]]:
     """Write a model as `transformers` reads it, with its tokenizer and its card. Return what was read, and notes on it.
 
     Args:
@@ -181,7 +181,7 @@ def exported(
 
 
 def _write_text_files(
-    source: Source, text: TextFiles, path: Path, out: Path, ids: Mapping[str, int | list[int] | None]
+    source: WeightsSource, text: TextFiles, path: Path, out: Path, ids: Mapping[str, int | list[int] | None]
 ) -> list[str]:
     """Write the files beside weights that say how text is read and written. Return notes for the user."""
     from mupax.train.reuse.huggingface import tokenizer_files
@@ -211,7 +211,7 @@ def _write_text_files(
     return notes
 
 
-def _token_ids(source: Source, text: TextFiles) -> dict[str, int | None]:
+def _token_ids(source: WeightsSource, text: TextFiles) -> dict[str, int | None]:
     """Return the ids that begin and end a text, and of an encoder-decoder also pad and start it, by config.json's names."""
     from mupax.train.reuse.huggingface import tokenizer_files
 
@@ -232,7 +232,7 @@ def _present_ids(ids: Mapping[str, int | None]) -> dict[str, int | list[int]]:
     return {name: number for name, number in ids.items() if number is not None}
 
 
-def text_of(source: Source, path: Path, file: Path | None, separator: str | None) -> TextFiles:
+def text_of(source: WeightsSource, path: Path, file: Path | None, separator: str | None) -> TextFiles:
     """Return the tokenizer and the chat template that belong to a model.
 
     Args:
@@ -267,7 +267,7 @@ def text_of(source: Source, path: Path, file: Path | None, separator: str | None
     return TextFiles(None, file, _opened(file, separator), templates.find(str(file)))
 
 
-def _text_of_run(source: Source, replacement: Path | None) -> TextFiles:
+def _text_of_run(source: WeightsSource, replacement: Path | None) -> TextFiles:
     """Return a run's tokenizer, with the separator that parted its documents, and its chat template."""
     from mupax.train.data.text import named_tokenizers
     from mupax.train.data.text.tokenizer import Ids
@@ -367,7 +367,7 @@ def _images_line(images: ImageInput) -> str:
     return f"classes: {listed or 'without names'}; images: {scaled}"
 
 
-def _print_summary(source: Source, preset: dict[str, Any]) -> None:
+def _print_summary(source: WeightsSource, preset: dict[str, Any]) -> None:
     from mupax.terminal import si
 
     model, sizes = source.model, source.model.sizes()

@@ -15,7 +15,7 @@ from mupax.train.reuse import plain
 from mupax.train.reuse.huggingface import evidence, preprocessor
 from mupax.train.reuse.image_input import printable
 from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL
-from mupax.train.reuse.source import Source, place
+from mupax.train.reuse.source import WeightsSource, place
 from mupax.zoo import flops
 from mupax.zoo.definition import definition
 from mupax.zoo.families import ImageModel
@@ -39,7 +39,7 @@ _NO_LICENCE = (
 
 
 def card(
-    source: Source,
+    source: WeightsSource,
     name: str,
     licence: str | None = None,
     evaluation: Mapping[str, Any] | None = None,
@@ -81,7 +81,7 @@ def card(
     return "\n\n".join(["\n".join(lines[: len(head)]), *lines[len(head) :], f"Written by mupax {__version__}."]) + "\n"
 
 
-def _training(source: Source) -> list[str]:
+def _training(source: WeightsSource) -> list[str]:
     if source.run is None:
         return []
     config, facts = source.run
@@ -97,7 +97,7 @@ def _training(source: Source) -> list[str]:
     return ["## Training", "\n".join(rows)]
 
 
-def _tuned(source: Source) -> list[str]:
+def _tuned(source: WeightsSource) -> list[str]:
     if source.run is None or (study := evidence.study(source.run[0])) is None:
         return []
     text = (
@@ -106,13 +106,13 @@ def _tuned(source: Source) -> list[str]:
     return ["## Tuned preset", text, "\n".join(evidence.of_study(study, source.model.base_sizes()))]
 
 
-def _evaluation(source: Source, row: Mapping[str, Any]) -> list[str]:
+def _evaluation(source: WeightsSource, row: Mapping[str, Any]) -> list[str]:
     if source.run is None:
         return []
     return ["## Evaluation", evidence.measured(row, averaged=False, kind=source.model.task)]
 
 
-def _images(source: Source) -> list[str]:
+def _images(source: WeightsSource) -> list[str]:
     if source.images is None:
         return []
     names, pixels = source.images.class_names, source.images.pixels
@@ -122,7 +122,7 @@ def _images(source: Source) -> list[str]:
     return ["## Classes", "\n".join([*listed, *more]) or "They have no names.", read]
 
 
-def _use(source: Source, loader: str, tokenizer: bool, chats: bool) -> list[str]:
+def _use(source: WeightsSource, loader: str, tokenizer: bool, chats: bool) -> list[str]:
     code = ["import transformers", ""]
     if source.images:
         code.append('processor = transformers.AutoImageProcessor.from_pretrained(folder, backend="pil")')
@@ -152,7 +152,7 @@ def _inline(text: str) -> str:
 
 
 def write_imported(
-    source: Source, fields: PresetConfig, out: Path, origin: str, *, reads_bytes: bool = False
+    source: WeightsSource, fields: PresetConfig, out: Path, origin: str, *, reads_bytes: bool = False
 ) -> dict[str, Any]:
     """Write weights in a preset's form: our names in safetensors, and `model.json`.
 
@@ -189,7 +189,7 @@ def write_imported(
 
 
 def write_huggingface(
-    source: Source,
+    source: WeightsSource,
     out: Path,
     dtype: DType,
     tokens: Mapping[str, int | list[int] | None] | None = None,

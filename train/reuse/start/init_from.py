@@ -23,7 +23,7 @@ from mupax.train.parallel.processes import Processes
 from mupax.train.reuse import own_files, plain, runs, transplant
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.outline import outline
-from mupax.train.reuse.source import Source
+from mupax.train.reuse.source import WeightsSource
 from mupax.train.reuse.start.plan import InitError, Row, Side, plan
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface.weights import Params
@@ -195,7 +195,7 @@ def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])
 
 
-def _notes(source: Source, config: Config, tokenizer: str | None) -> list[str]:
+def _notes(source: WeightsSource, config: Config, tokenizer: str | None) -> list[str]:
     notes: list[str] = []
     folder = None if config.init.init_from is None else Path(config.init.init_from)
     if source.run is None and Path(config.data.tokenizer).parent == folder:

@@ -112,7 +112,7 @@ class Step(NamedTuple):
     """Whether without a nonlinearity, a gate or a product of two signals."""
 
 
-class Source(NamedTuple):
+class SignalSource(NamedTuple):
     """Where a signal comes from."""
 
     node: Node
@@ -194,7 +194,9 @@ class Flow:
         """Whether it is a product of two activations."""
         return node.op == "dot" and not self.matrix(node) and sum(x.kind == "activation" for x in node.inputs) == 2
 
-    def sources(self, node: Node, allowed: frozenset[str] | None = None, *, through: bool = False) -> list[Source]:
+    def sources(
+        self, node: Node, allowed: frozenset[str] | None = None, *, through: bool = False
+    ) -> list[SignalSource]:
         """Where the signal of a value comes from: products with parameters or of two signals, streams, lookups, the batch.
 
         Args:
@@ -202,7 +204,7 @@ class Flow:
             allowed: matrices that it can be of, where some were cut away; None: all.
             through: go on where a nonlinearity is, which `Source.plain` then says.
         """
-        out: dict[tuple[Node, frozenset[str]], Source] = {}
+        out: dict[tuple[Node, frozenset[str]], SignalSource] = {}
         stack, visited = [(node, allowed, True)], set()
         while stack:
             at, only, plain = stack.pop()
@@ -215,9 +217,9 @@ class Flow:
             if at in self.matrices:
                 params = frozenset(use.param for use in self.matrices[at])
                 params = params & only if only else params
-                out.setdefault((at, params), Source(at, params, plain))
+                out.setdefault((at, params), SignalSource(at, params, plain))
             elif self._begins(at) or not steps or not (through or all(step.plain for step in steps)):
-                out.setdefault((at, frozenset()), Source(at, frozenset(), plain))
+                out.setdefault((at, frozenset()), SignalSource(at, frozenset(), plain))
             else:
                 stack.extend((step.source, only, plain and step.plain) for step in steps)
         return list(out.values())

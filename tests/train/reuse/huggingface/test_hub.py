@@ -40,7 +40,7 @@ def published(folder: Path, model: Any, seed: int) -> Path:
     random, shapes = np.random.default_rng(seed), {n: leaf.shape for n, leaf in definition(model).abstract.items()}
     params = {name: random.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
     images = ImageInput(("a", "b"), PixelsConfig(fit="squash")) if isinstance(model, ViTConfig) else None
-    weights = source.Source(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=images)
+    weights = source.WeightsSource(model, params, dict.fromkeys(params, np.ones(())), {}, [], images=images)
     files.write_huggingface(weights, folder, "float32")
     (folder / "onnx").mkdir()
     for name in ("pytorch_model.bin", "README.md", "onnx/model.onnx", "model.fp16.safetensors"):

@@ -111,7 +111,9 @@ def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset:
     folded = plain.absorb_multipliers(params, plain.scales(built, factors))
     record = plain.preset_record(fields, under, built, factors)
     notes = files.write_huggingface(
-        source.Source(config, folded, dict.fromkeys(folded, np.ones(())), record, []), tmp_path / "out", "float32"
+        source.WeightsSource(config, folded, dict.fromkeys(folded, np.ones(())), record, []),
+        tmp_path / "out",
+        "float32",
     )
     assert len(notes) == 1
     field = "model.sincos" if "positions" in name else "model.routing.capacity_factor"

@@ -11,7 +11,7 @@ import pytest
 
 from mupax.train.config.run import PresetConfig
 from mupax.train.reuse.huggingface import files
-from mupax.train.reuse.source import Source
+from mupax.train.reuse.source import WeightsSource
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 
@@ -26,7 +26,7 @@ def test_the_example_asks_a_server_and_stops_it(tmp_path: Path, monkeypatch: pyt
     params = {
         name: random.normal(size=leaf.shape).astype(np.float32) for name, leaf in definition(model).abstract.items()
     }
-    source = Source(model, params, dict.fromkeys(params, np.ones(())), {}, [])
+    source = WeightsSource(model, params, dict.fromkeys(params, np.ones(())), {}, [])
     files.write_imported(source, PresetConfig(name="sp"), tmp_path / "run", "a test")
     assert len(served(str(tmp_path / "run"), "--data.tokenizer", "bytes")) > 5
     with pytest.raises(SystemExit, match="none"):  # a server that does not start says why

@@ -25,7 +25,7 @@ from mupax.train.reuse.serve import server as serve_server
 from mupax.train.reuse.serve.logs import one_line
 from mupax.train.reuse.serve.server import Server
 from mupax.train.reuse.serve.service import Service
-from mupax.train.reuse.source import Source
+from mupax.train.reuse.source import WeightsSource
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 
@@ -41,7 +41,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
     params: Any = {name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     files.write_imported(
-        Source(MODEL, params, dict.fromkeys(params, np.ones(())), {}, []), PresetConfig(name="sp"), folder, "a test"
+        WeightsSource(MODEL, params, dict.fromkeys(params, np.ones(())), {}, []),
+        PresetConfig(name="sp"),
+        folder,
+        "a test",
     )
     args = command.Serve(workdir=folder, port=0, tokenizer="bytes", slots=2, max_waiting=3)
     with Server(args.host, args.port) as http_server:

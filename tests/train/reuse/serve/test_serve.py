@@ -32,7 +32,7 @@ from mupax.train.reuse.serve import command, worker
 from mupax.train.reuse.serve.fields import request as requested
 from mupax.train.reuse.serve.server import Server, is_local
 from mupax.train.reuse.serve.service import Probabilities
-from mupax.train.reuse.source import Source
+from mupax.train.reuse.source import WeightsSource
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 from scripts.pages import browser
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out, noise = tmp_path_factory.mktemp("serve") / "tiny", np.random.default_rng(3)
     shapes = {name: leaf.shape for name, leaf in definition(MODEL).abstract.items()}
     params: Any = {name: noise.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    source = Source(MODEL, params, dict.fromkeys(params, np.ones(())), {}, [])
+    source = WeightsSource(MODEL, params, dict.fromkeys(params, np.ones(())), {}, [])
     files.write_imported(source, PresetConfig(name="sp"), out, "a test")
     (out / "chat.jinja").write_text(TEMPLATE)
     return out
