@@ -90,11 +90,13 @@ def convert(
     import numpy as np
 
     from mupax.train.reuse import transplant
-    from mupax.train.reuse.transplant import Move
+    from mupax.train.reuse.transplant import ParamTransfer
 
     thetas = theta(definition, before, after, optimizer)
     moves = {
-        name: Move(source=name, along=tuple(map(np.arange, w.shape)), scale=1 / np.asarray(thetas[name], float))
+        name: ParamTransfer(
+            source=name, along=tuple(map(np.arange, w.shape)), scale=1 / np.asarray(thetas[name], float)
+        )
         for name, w in state.params.items()
     }
     converted = transplant.state(moves, state, {}, state.opt_state, optimizer)

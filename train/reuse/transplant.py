@@ -36,7 +36,7 @@ class TransplantError(MupaxError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Move:
+class ParamTransfer:
     """How one parameter comes from one of the source."""
 
     source: str
@@ -147,7 +147,9 @@ def resized(position_TD: np.ndarray, before: ModelConfig, after: ModelConfig) ->
     return np.concatenate([leading_RD, grid_GGD.reshape(-1, width)]).astype(np.float32)
 
 
-def state(moves: Mapping[str, Move], old: TrainState, fresh: Params, opt_state: Any, optimizer: str) -> TrainState:
+def state(
+    moves: Mapping[str, ParamTransfer], old: TrainState, fresh: Params, opt_state: Any, optimizer: str
+) -> TrainState:
     """The whole state of a run as another's; raises as `optimizer_state`.
 
     Args:
@@ -162,7 +164,7 @@ def state(moves: Mapping[str, Move], old: TrainState, fresh: Params, opt_state: 
     return old._replace(params=params, opt_state=moments, ema=average)
 
 
-def parameters(moves: Mapping[str, Move], old: Mapping[str, Any], fresh: Params) -> Params:
+def parameters(moves: Mapping[str, ParamTransfer], old: Mapping[str, Any], fresh: Params) -> Params:
     """Every new parameter, float32.
 
     Args:
@@ -240,7 +242,7 @@ def powers_of(opt_state: Any, optimizer: str) -> dict[str, int]:
     return {field: power for field, power in OPTIMIZERS[optimizer].moments.items() if field in fields}
 
 
-def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: str) -> Any:
+def optimizer_state(moves: Mapping[str, ParamTransfer], old: Any, new: Any, optimizer: str) -> Any:
     """The optimizer state of a new model.
 
     Args:
@@ -276,7 +278,7 @@ def optimizer_state(moves: Mapping[str, Move], old: Any, new: Any, optimizer: st
     return old
 
 
-def _moment(move: Move | None, old: Mapping[str, Any], power: int, leaf: Any) -> Any:
+def _moment(move: ParamTransfer | None, old: Mapping[str, Any], power: int, leaf: Any) -> Any:
     if isinstance(leaf, optax.MaskedNode):
         return leaf
     there = None if move is None else old.get(move.source)

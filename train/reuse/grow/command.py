@@ -169,9 +169,9 @@ def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Gr
     from mupax.train.reuse import transplant
     from mupax.train.reuse.grow import grow
     from mupax.train.reuse.start import init_from
-    from mupax.train.reuse.start.plan import Side
+    from mupax.train.reuse.start.plan import ScaledModel
 
-    growth, config = grow.plan(Side.of(one), Side.of(other)), other.config
+    growth, config = grow.plan(ScaledModel.of(one), ScaledModel.of(other)), other.config
     fresh = growth.silenced(fresh_params(other.definition, config.seed, other.stds, growth.fresh()))
     state = transplant.state(growth.moves, old, fresh, other.abstract.opt_state, config.optimizer.name)
     return jax.tree.map(init_from.placed, state, other.abstract), growth

@@ -33,8 +33,8 @@ import numpy as np
 from mupax.presets import VECTORS, ParamSpec, Role
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import axes as grow_axes
-from mupax.train.reuse.start.plan import Plan, Row, Shape, Side, check_unmovable, role_of
-from mupax.train.reuse.transplant import Move
+from mupax.train.reuse.start.plan import Plan, Row, Shape, ScaledModel, check_unmovable, role_of
+from mupax.train.reuse.transplant import ParamTransfer
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
 
@@ -66,7 +66,7 @@ class Growth(Plan):
         return np.where(move.transplanted(), (each - each.mean(move.apart + 1, keepdims=True)).reshape(w.shape), silent)
 
 
-def plan(there: Side, here: Side) -> Growth:
+def plan(there: ScaledModel, here: ScaledModel) -> Growth:
     """How one model grows into another, and what that does to its function.
 
     Args:
@@ -85,7 +85,7 @@ def plan(there: Side, here: Side) -> Growth:
     axes = grow_axes.axes(before, after)
     check_unmovable(there, here)
     exact, notes = _notes(before, after, axes)
-    moves: dict[str, Move] = {}
+    moves: dict[str, ParamTransfer] = {}
     rows: list[Row] = []
     silent: dict[str, np.ndarray] = {}
     for name, spec in here.definition.specs.items():
@@ -111,7 +111,7 @@ def plan(there: Side, here: Side) -> Growth:
         ):  # of which each copy has the whole
             copies = axes.expert_copies
         apart = spec.axes.index("experts") if spec.role is Role.EXPERT_OUT and axes.expert_copies > 1 else None
-        moves[name] = Move(
+        moves[name] = ParamTransfer(
             source=source, along=along, scale=scale, prepared=prepared, copies=copies, inserted=inserted, apart=apart
         )
         if (zero := _silent(spec, along)) is not None:
@@ -181,7 +181,7 @@ def _notes(before: TransformerConfig, after: TransformerConfig, axes: grow_axes.
     return True, notes
 
 
-def _action(spec: ParamSpec, move: Move, old: Shape, new: Shape, zero: np.ndarray | None) -> tuple[str, str]:
+def _action(spec: ParamSpec, move: ParamTransfer, old: Shape, new: Shape, zero: np.ndarray | None) -> tuple[str, str]:
     """Action and reason."""
     unit = "MLP" if move.inserted is not None else "expert" if "experts" in spec.axes else "key head"
     words = [f"every {unit} {move.copies} times"] if move.copies > 1 else []

@@ -24,7 +24,7 @@ from mupax.train.reuse import own_files, plain, runs, transplant
 from mupax.train.reuse import source as pretrained
 from mupax.train.reuse.outline import outline
 from mupax.train.reuse.source import WeightsSource
-from mupax.train.reuse.start.plan import InitError, Row, Side, plan
+from mupax.train.reuse.start.plan import InitError, Row, ScaledModel, plan
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface.weights import Params
 
@@ -126,8 +126,8 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
     assert init.init_from is not None
     try:
         source = pretrained.read(path_of(init.init_from), part="ema" if init.init_ema else "params")
-        there = Side(source.model, definition(source.model), source.scales, source.logits)
-        planned = plan(there, Side.of(program), init)
+        there = ScaledModel(source.model, definition(source.model), source.scales, source.logits)
+        planned = plan(there, ScaledModel.of(program), init)
     except (InitError, plain.AbsorbError) as error:
         raise InitError(f"--init-from {init.init_from}: {error}") from error
     fresh = state.fresh_params(program.definition, config.seed, program.stds, planned.fresh())

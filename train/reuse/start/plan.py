@@ -20,7 +20,7 @@ from mupax.train.config.checks import chosen
 from mupax.train.config.run import InitConfig
 from mupax.train.core.program import Program
 from mupax.train.reuse import plain, transplant
-from mupax.train.reuse.transplant import Move
+from mupax.train.reuse.transplant import ParamTransfer
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Side:
+class ScaledModel:
     """A model, and what its preset takes every parameter times."""
 
     model: ModelConfig
@@ -70,7 +70,7 @@ class Side:
     """What it takes the attention logits times: a number, or one per layer."""
 
     @classmethod
-    def of(cls, program: Program) -> Side:
+    def of(cls, program: Program) -> ScaledModel:
         """A run's model under its preset."""
         model, factors = program.definition, program.inputs.factors
         return cls(program.config.model, model, plain.scales(model, factors), plain.logits_of(model, factors))
@@ -80,7 +80,7 @@ class Side:
 class Plan:
     """Moves by name, and the table. A parameter without a move is new."""
 
-    moves: dict[str, Move]
+    moves: dict[str, ParamTransfer]
     rows: list[Row]
 
     def fresh(self) -> set[str]:
@@ -89,7 +89,7 @@ class Plan:
         return {row.name for row in self.rows if row.here is not None} - moved
 
 
-def plan(there: Side, here: Side, init: InitConfig) -> Plan:
+def plan(there: ScaledModel, here: ScaledModel, init: InitConfig) -> Plan:
     """How a run starts from a source.
 
     Args:
@@ -107,7 +107,7 @@ def plan(there: Side, here: Side, init: InitConfig) -> Plan:
     new = chosen(init.init_new, specs, "--init-new")
     resize = chosen(init.init_resize, specs, "--init-resize")
     drop = chosen(init.init_drop, before.specs, "--init-drop")
-    moves: dict[str, Move] = {}
+    moves: dict[str, ParamTransfer] = {}
     rows: list[Row] = []
     refused: list[tuple[str, str, str]] = []
     for name, spec in specs.items():
@@ -156,7 +156,7 @@ def _check_models(there: ModelConfig, here: ModelConfig, allowed: Sequence[str])
         )
 
 
-def check_unmovable(there: Side, here: Side) -> None:
+def check_unmovable(there: ScaledModel, here: ScaledModel) -> None:
     """Raises InitError for what no parameter can make up for: other scales of logits or readout.
 
     Args:
@@ -177,11 +177,11 @@ def check_unmovable(there: Side, here: Side) -> None:
         )
 
 
-def _move(name: str, source: str, old: Shape, shape: Shape, there: Side, here: Side) -> Move:
+def _move(name: str, source: str, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel) -> ParamTransfer:
     """A parameter that comes from the source's, resized where the shapes differ."""
     along = tuple(transplant.first(a, b) for a, b in zip(old, shape, strict=True))
     scale = transplant.ratio(there.scales[source], here.scales[name])
-    move = Move(source=source, along=along, scale=scale, transposed=source != name)
+    move = ParamTransfer(source=source, along=along, scale=scale, transposed=source != name)
     before, after = there.model, here.model
     if old == shape or name != "position" or not (before.position_grid and after.position_grid):
         return move
@@ -193,7 +193,7 @@ def _move(name: str, source: str, old: Shape, shape: Shape, there: Side, here: S
     )
 
 
-def _action(move: Move, old: Shape, shape: Shape, there: Side, here: Side) -> tuple[str, str]:
+def _action(move: ParamTransfer, old: Shape, shape: Shape, there: ScaledModel, here: ScaledModel) -> tuple[str, str]:
     """Action and reason."""
     if move.moments_along is not None:
         sides = [f"{model.position_grid}^2" for model in (there.model, here.model)]

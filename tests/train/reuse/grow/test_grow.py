@@ -20,7 +20,7 @@ from mupax.train.core.optimizer import build
 from mupax.train.reuse import plain, source, transplant
 from mupax.train.reuse.grow import grow
 from mupax.train.reuse.grow.axes import GrowError
-from mupax.train.reuse.start.plan import Side
+from mupax.train.reuse.start.plan import ScaledModel
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.experts.config import RoutingConfig
@@ -74,13 +74,13 @@ PRESETS = {
 }
 
 
-def side(model: ModelConfig, preset: Preset) -> tuple[Side, Factors]:
+def side(model: ModelConfig, preset: Preset) -> tuple[ScaledModel, Factors]:
     built = definition(model)
     factors = resolve(preset, built, preset.optimizers[0])
-    return Side(model, built, plain.scales(built, factors), source.plain.logits_of(built, factors)), factors
+    return ScaledModel(model, built, plain.scales(built, factors), source.plain.logits_of(built, factors)), factors
 
 
-def draw(at: Side, factors: Factors, seed: int = 0) -> dict[str, np.ndarray]:
+def draw(at: ScaledModel, factors: Factors, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights of every parameter, so large that the model's products are of order one."""
     random, weights = np.random.default_rng(seed), {}
     for name, leaf in at.definition.abstract.items():
@@ -105,7 +105,7 @@ def program(model: ModelConfig) -> Any:
     return jax.jit(definition(model).apply)
 
 
-def logits(at: Side, factors: Factors, params: Any) -> Any:
+def logits(at: ScaledModel, factors: Factors, params: Any) -> Any:
     return program(at.model)(params, factors.multiplier, factors.forward, inputs_of(at.model))
 
 
@@ -267,7 +267,7 @@ def test_copies_of_experts_part_at_the_first_step() -> None:
         np.testing.assert_allclose(np.take(move, range(0, 6, 2), axis) * 2, whole, rtol=1e-5)
 
 
-def gradients(at: Side, factors: Factors, params: Any) -> Any:
+def gradients(at: ScaledModel, factors: Factors, params: Any) -> Any:
     goal = jnp.asarray(np.random.default_rng(3).standard_normal(logits(at, factors, params).shape))
     return jax.device_get(jax.jit(jax.grad(lambda p: jnp.mean(goal * logits(at, factors, p))))(params))
 
