@@ -24,7 +24,7 @@ from mupax.train.config.run import Config
 from mupax.train.parallel.processes import Processes, StopRequest, place
 
 if TYPE_CHECKING:
-    from mupax.train.run.report.spool import Spool
+    from mupax.train.run.report.spool import UploadBuffer
     from mupax.train.run.restart.memory import Memory
 
 
@@ -144,7 +144,7 @@ class RunContext:
 
     config: Config
     folder: Path
-    spool: Spool | None
+    spool: UploadBuffer | None
     resumed: bool
     processes: Processes
     stop: StopRequest
@@ -228,12 +228,12 @@ def runtime(config: Config) -> Iterator[RunContext]:
             yield RunContext(config, folder, spool, resumed, processes, stop, watchdog, console, patience, attempt)
 
 
-def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[Spool | None]:
+def _spool(folder: Path, processes: Processes) -> contextlib.AbstractContextManager[UploadBuffer | None]:
     if not processes.leader or not is_remote(folder):
         return contextlib.nullcontext()
     from mupax.train.run.report import spool
 
-    return spool.Spool(folder)
+    return spool.UploadBuffer(folder)
 
 
 def _joined(address: dict[str, Any] | None, config: Config) -> contextlib.AbstractContextManager[Processes]:

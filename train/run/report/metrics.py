@@ -72,7 +72,7 @@ OWN_NAMES = ("step", *_NUMBERS, "logit_z_loss", "weight", "batch", "spike", "ski
 _INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most this much
 
 
-class Mirrors:
+class MetricWriters:
     """What rows go to besides metrics.jsonl, in a thread of their own. One that fails or hangs is left out, with a line.
 
     Args:
@@ -220,9 +220,9 @@ class MetricsWriter:
         self.path = Path(workdir) / FILE_NAME
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Mirrors first: where one cannot start, the old file is untouched.
-        self._mirrors: Mirrors | None = None
+        self._mirrors: MetricWriters | None = None
         if tensorboard or wandb is not None or trackio is not None:
-            self._mirrors = Mirrors(self.path.parent, tensorboard, wandb, trackio, resume_step)
+            self._mirrors = MetricWriters(self.path.parent, tensorboard, wandb, trackio, resume_step)
         if missing := _keep_until(self.path, resume_step):
             note(missing)
         self._file = self.path.open("ab", buffering=0)

@@ -18,7 +18,7 @@ _PATIENCE_S = 60.0
 """How long the end of a run waits for the last upload."""
 
 
-class Spool:
+class UploadBuffer:
     """A folder of this machine whose files are those of a folder in a bucket; a context manager that uploads them in the end.
 
     Args:
@@ -69,7 +69,7 @@ class Spool:
             self.send()
             self._sent_all = True
 
-    def __enter__(self) -> Spool:
+    def __enter__(self) -> UploadBuffer:
         return self
 
     def __exit__(

@@ -60,7 +60,7 @@ _ENDING_S = 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Attempt:
+class RestartAttempt:
     """One run of the child, from its start to its end.
 
     Attributes:
@@ -96,7 +96,7 @@ class Attempt:
         why = "out of memory" if out_of_memory else _WORDS.get(number, "")
         return f"killed by {number.name}" + (f" ({why})" if why else "")
 
-    def failed_as(self, other: Attempt) -> bool:
+    def failed_as(self, other: RestartAttempt) -> bool:
         """Whether both ended at the same step, or before any with the same words."""
         if self.reached.step < 0 or other.reached.step < 0:
             return (self.reached.step, self.code, self.last) == (other.reached.step, other.code, other.last)
@@ -202,7 +202,7 @@ class Listener:
         return bool(self.received)
 
 
-def attempt(number: int, command: Sequence[str], listener: Listener) -> Attempt:
+def attempt(number: int, command: Sequence[str], listener: Listener) -> RestartAttempt:
     """How a command went, run to its end.
 
     Args:
@@ -242,7 +242,7 @@ def attempt(number: int, command: Sequence[str], listener: Listener) -> Attempt:
     finally:
         memory.close()
     words = _last_words(last.decode(errors="replace"))
-    return Attempt(number, child.returncode, _kills_for_memory() > kills, reached, words, began, time.time())
+    return RestartAttempt(number, child.returncode, _kills_for_memory() > kills, reached, words, began, time.time())
 
 
 @functools.cache
@@ -334,7 +334,7 @@ def _without(words: Sequence[str], flag: str) -> list[str]:
     return [word for before, word in pairs if flag not in (before, word) and not word.startswith(f"{flag}=")]
 
 
-def _others_still_run(config: Config, last: Attempt, listener: Listener) -> bool:
+def _others_still_run(config: Config, last: RestartAttempt, listener: Listener) -> bool:
     """Wait until every process has recorded its end, or must have ended; whether a signal came first."""
     count, until = last.reached.processes, time.monotonic() + config.distributed.heartbeat_seconds + _ENDING_S
     while count > 1 and time.monotonic() < until and ended_since(config, last.began) < count:

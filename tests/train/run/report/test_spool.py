@@ -10,7 +10,7 @@ from mupax import paths
 from mupax.errors import MupaxFailure
 from mupax.paths import path_of
 from mupax.train.run.report import spool
-from mupax.train.run.report.spool import Spool
+from mupax.train.run.report.spool import UploadBuffer
 from tests.fixtures.emulator import bucket, emulator
 
 __all__ = ["bucket", "emulator"]  # fixtures
@@ -26,7 +26,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_has_changed_is_sent_and_rows_are_fetched_again(bucket: str, copied: list[str]) -> None:
     target = path_of(f"{bucket}/run")
-    with Spool(target) as files:
+    with UploadBuffer(target) as files:
         (files.folder / "metrics.jsonl").write_text("a\n")
         (files.folder / "tensorboard").mkdir()
         (files.folder / "tensorboard" / "events").write_text("e")
@@ -42,7 +42,7 @@ def test_what_has_changed_is_sent_and_rows_are_fetched_again(bucket: str, copied
         "loss.png", "metrics.jsonl", "tensorboard/events"
     }  # fmt: skip
     assert not files.folder.exists()
-    with Spool(target) as files:
+    with UploadBuffer(target) as files:
         assert [path.name for path in files.folder.iterdir()] == ["metrics.jsonl"]
         assert (files.folder / "metrics.jsonl").read_text() == "a\nb\n"
 
@@ -60,11 +60,11 @@ def test_a_picture_that_cannot_be_sent_stops_nothing_and_rows_are_kept(
 
     monkeypatch.setattr(paths, "copy", refused)
     names = ["loss.png"]
-    with Spool(path_of(f"{bucket}/one")) as files:
+    with UploadBuffer(path_of(f"{bucket}/one")) as files:
         (files.folder / "loss.png").write_text("p")
         files.send()
     names = ["metrics.jsonl"]
-    files = Spool(path_of(f"{bucket}/two"))
+    files = UploadBuffer(path_of(f"{bucket}/two"))
     (files.folder / "metrics.jsonl").write_text("a\n")
     with pytest.raises(OSError, match="Input/output"):
         files.send()
@@ -78,7 +78,7 @@ def test_an_upload_without_end_does_not_keep_a_run(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(spool, "_PATIENCE_S", 0.2)
-    files = Spool(path_of(f"{bucket}/run"))
+    files = UploadBuffer(path_of(f"{bucket}/run"))
     (files.folder / "metrics.jsonl").write_text("a\n")
     files._sending.acquire()
     with pytest.raises(MupaxFailure, match="they are in"):
