@@ -15,7 +15,7 @@ from mupax.train.data import interface
 from mupax.train.data.chats.answers import ChatTokens
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError
 from mupax.train.data.text.batches import Counted
-from mupax.train.data.text.packing import Packed
+from mupax.train.data.text.packing import PackedCorpus
 from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -104,8 +104,8 @@ class Conversations(Data):
     def __init__(
         self,
         config: DataConfig,
-        train: Packed,
-        eval_: Packed,
+        train: PackedCorpus,
+        eval_: PackedCorpus,
         tokens: ChatTokens,
         *,
         seq_len: int,

@@ -11,7 +11,7 @@ import numpy as np
 
 from mupax.train.data import cache
 from mupax.train.data.records.splits import FileParts
-from mupax.train.data.text.packing import Packed
+from mupax.train.data.text.packing import PackedCorpus
 
 _MOST_TOKENS = 1 << 30
 """Of the training part; a larger one would be read for too long."""
@@ -23,7 +23,7 @@ _KEY_TOKENS = 4
 """Tokens at either end of a document that are compared before the document is."""
 
 
-def report(sides: Mapping[str, Packed], separator: int, note: cache.Note) -> None:
+def report(sides: Mapping[str, PackedCorpus], separator: int, note: cache.Note) -> None:
     """Tell the user how many evaluation documents are also in the training part, token by token.
 
     Args:

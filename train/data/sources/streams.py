@@ -12,7 +12,7 @@ from mupax.train.data.records.broken import BrokenLog
 from mupax.train.data.sources import text
 from mupax.train.data.streams import files, hub
 from mupax.train.data.streams.batches import Stream
-from mupax.train.data.streams.lanes import Documents, Lane
+from mupax.train.data.streams.lanes import Documents, StreamShard
 from mupax.train.data.text import named_tokenizers, quoting, separators
 from mupax.train.data.text.batches import check_length
 from mupax.zoo.families import ModelConfig
@@ -108,11 +108,11 @@ def _opened(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note,
     encoder = text.opened_tokenizer(config, corpus.key, model.vocab_size, texts, note)
     text.check_vocabulary(config, encoder, model)
     folder = cache.folder(cache.root() / "streams" / f"{corpus.key}-{encoder.key}{encoder.variant}")
-    evaluation = Lane(folder / "eval", corpus.held_out, encoder)
+    evaluation = StreamShard(folder / "eval", corpus.held_out, encoder)
     eval_tokens = EVAL_TOKENS if config.eval_examples is None else config.eval_examples * model.seq_len + 1
     held_out = evaluation.first(eval_tokens, note)
     count = len(corpus.lanes)
-    lanes = [Lane(folder / f"train-{i}-of-{count}", each, encoder) for i, each in enumerate(corpus.lanes)]
+    lanes = [StreamShard(folder / f"train-{i}-of-{count}", each, encoder) for i, each in enumerate(corpus.lanes)]
     beginning = lanes[0].first(1, note)  # what is wrong with every record is wrong with the first
     if lanes[0].ended:
         check_length(config, "training", len(beginning.tokens), 2 * model.seq_len, model.seq_len)

@@ -19,9 +19,9 @@ import numpy as np
 
 from mupax.errors import MupaxError
 from mupax.train.data import cache, interface
-from mupax.train.data.streams.lanes import POLL_S, Lane
+from mupax.train.data.streams.lanes import POLL_S, StreamShard
 from mupax.train.data.text.batches import TextWindows, check_length
-from mupax.train.data.text.packing import Packed
+from mupax.train.data.text.packing import PackedCorpus
 from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _POOL = 4096
 _POOLS_AHEAD = 4
 
 
-class Ahead:
+class TokenizerThread:
     """A thread that goes on with lanes before they are waited for, the one that is farthest behind first.
 
     What it cannot do is left to who waits for it, and raised there.
@@ -44,7 +44,7 @@ class Ahead:
         lanes: that may be asked for.
     """
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[StreamShard]) -> None:
         self._lanes, self._targets = lanes, dict[int, int]()
         self._changed, self._stopped = threading.Event(), threading.Event()
 
@@ -105,8 +105,8 @@ class Stream(TextWindows):
     def __init__(
         self,
         config: DataConfig,
-        lanes: Sequence[Lane],
-        eval_: Packed,
+        lanes: Sequence[StreamShard],
+        eval_: PackedCorpus,
         tokenizer: Tokenizer,
         *,
         seq_len: int,
@@ -118,7 +118,7 @@ class Stream(TextWindows):
         super().__init__(config, eval_, tokenizer, seq_len=seq_len, facts=facts, train_size=None, has_bytes=has_bytes)
         self._lanes, self._seed, self._note = lanes, seed, note
         self._pool = max(1, _POOL // len(lanes))
-        self._ahead_of = Ahead(lanes)
+        self._ahead_of = TokenizerThread(lanes)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:

@@ -62,7 +62,7 @@ class Step(NamedTuple):
     """How often each special token stands in the texts of this step; None where an older version did it."""
 
 
-class Lane:
+class StreamShard:
     """One lane of a corpus.
 
     Args:
@@ -92,7 +92,7 @@ class Lane:
         """Whether no more will come."""
         return bool(self._steps) and self._steps[-1].ended
 
-    def first(self, tokens: int, note: cache.Note) -> packing.Packed:
+    def first(self, tokens: int, note: cache.Note) -> packing.PackedCorpus:
         """The lane's beginning up to the step that has so many tokens, or all of it.
 
         Args:
@@ -106,7 +106,7 @@ class Lane:
         steps = self._steps[: bisect.bisect_left(self._steps, tokens, key=lambda step: step.tokens) + 1]
         digest = cache.digest(*(f"{step.tokens} {step.crc}" for step in steps))
         quoted = sum((Counter(step.quoted or {}) for step in steps), Counter())
-        return packing.Packed(self.read(0, steps[-1].tokens), steps[-1].text_bytes, digest, dict(quoted))
+        return packing.PackedCorpus(self.read(0, steps[-1].tokens), steps[-1].text_bytes, digest, dict(quoted))
 
     def until(self, tokens: int, note: cache.Note) -> None:
         """Returns when there are so many tokens, or all that there will be.

@@ -16,7 +16,7 @@ import numpy as np
 
 from mupax.train.data import interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Data, DataError, Reference
-from mupax.train.data.text.packing import Packed
+from mupax.train.data.text.packing import PackedCorpus
 from mupax.train.data.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class TextWindows(Data):
     def __init__(
         self,
         config: DataConfig,
-        eval_: Packed,
+        eval_: PackedCorpus,
         tokenizer: Tokenizer,
         *,
         seq_len: int,
@@ -265,8 +265,8 @@ class TokenData(TextWindows):
     def __init__(
         self,
         config: DataConfig,
-        train: Packed,
-        eval_: Packed,
+        train: PackedCorpus,
+        eval_: PackedCorpus,
         tokenizer: Tokenizer,
         *,
         seq_len: int,

@@ -20,7 +20,7 @@ from mupax.train.data.mix import BLOCK, Part
 from mupax.train.data.text.batches import TextWindows
 
 
-class Shares:
+class MixtureWeights:
     """Which text an example is from, and which of its examples.
 
     Args:
@@ -79,7 +79,7 @@ class Mixture(Data):
         self, config: DataConfig, parts: Mapping[str, Part], texts: Mapping[str, TextWindows | Conversations], seed: int
     ) -> None:
         counts, self._texts = [part.count for part in parts.values()], [texts[name] for name in parts]
-        self._train, self._eval = Shares(counts, seed), Shares(counts, 0)
+        self._train, self._eval = MixtureWeights(counts, seed), MixtureWeights(counts, 0)
         each = {
             name: {"source": part.source, "share": part.count / BLOCK, **texts[name].facts}
             for name, part in parts.items()

@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
     """Decoder positions, T."""
 
 
-class Noised(NamedTuple):
+class CorruptedBatch(NamedTuple):
     """B windows with noise."""
 
     inputs: np.ndarray
@@ -89,7 +89,7 @@ class Infilling(_Spans):
         """Sentinels in use: none."""
         return 0
 
-    def __call__(self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds) -> Noised:
+    def __call__(self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds) -> CorruptedBatch:
         """Windows with noise.
 
         Args:
@@ -118,7 +118,7 @@ class Infilling(_Spans):
         inputs = np.pad(np.where(column < slots, noised, ids.pad), ((0, 0), (1, 1)), constant_values=(ids.bos, ids.pad))
         np.put_along_axis(inputs, slots + 1, ids.eos, axis=1)
         targets = np.pad(tokens, ((0, 0), (1, 1)), constant_values=(ids.bos, ids.eos))
-        return Noised(inputs, slots[:, 0] + 2, targets)
+        return CorruptedBatch(inputs, slots[:, 0] + 2, targets)
 
     def span_lengths(self, uniforms: np.ndarray) -> np.ndarray:
         """Poisson lengths by inversion, one per uniform."""
@@ -180,7 +180,7 @@ class Sentinels(_Spans):
         """Sentinels in use for a window of so many tokens."""
         return self.counts(tokens)[1]
 
-    def __call__(self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds) -> Noised:
+    def __call__(self, tokens: np.ndarray, starts: np.ndarray, uniforms: np.ndarray, ids: SpecialIds) -> CorruptedBatch:
         """Windows with noise.
 
         Args:
@@ -191,7 +191,7 @@ class Sentinels(_Spans):
         """
         cut = self.noise_mask(tokens.shape[1], uniforms)
         inputs, targets = (_collapsed(tokens, runs, ids) for runs in (cut, ~cut))
-        return Noised(inputs, np.full(len(tokens), inputs.shape[1]), targets)
+        return CorruptedBatch(inputs, np.full(len(tokens), inputs.shape[1]), targets)
 
     def noise_mask(self, tokens: int, uniforms: np.ndarray) -> np.ndarray:
         """Which tokens are cut, bool [B, N].

@@ -45,7 +45,7 @@ Documents = Mapping[str, Any]
 with it). Ids have their separators with them."""
 
 
-class Packed(NamedTuple):
+class PackedCorpus(NamedTuple):
     """One side of a packed corpus."""
 
     tokens: np.ndarray
@@ -58,7 +58,9 @@ class Packed(NamedTuple):
     """How often each special token stands in the text; None where an older version has packed it."""
 
 
-def prepared(key: str, documents: Callable[[], Documents], tokenizer: Encoder, note: cache.Note) -> dict[str, Packed]:
+def prepared(
+    key: str, documents: Callable[[], Documents], tokenizer: Encoder, note: cache.Note
+) -> dict[str, PackedCorpus]:
     """The packed corpus `key`, from the cache or made now.
 
     Args:
@@ -204,7 +206,7 @@ def _next_digest(previous: str, block: np.ndarray) -> str:
     return hashlib.sha256(previous.encode() + block.astype("<u4").tobytes()).hexdigest()
 
 
-def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, Packed] | None, str]:
+def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, PackedCorpus] | None, str]:
     """Both sides of a packed corpus, or None and what is wrong with it ("" where it was never finished).
 
     Sizes are always checked, contents where that takes no time.
@@ -229,7 +231,7 @@ def _open(folder: Path, tokenizer: Encoder) -> tuple[dict[str, Packed] | None, s
         if size <= _CHECKED_BYTES and not _intact(tokens, facts):
             return None, f"{file} is not what was written"
         counts = (manifest.get("quoted") or {}).get(side)
-        opened[side] = Packed(tokens, facts["text_bytes"], facts["digest"], counts)
+        opened[side] = PackedCorpus(tokens, facts["text_bytes"], facts["digest"], counts)
     return opened, ""
 
 

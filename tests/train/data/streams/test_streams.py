@@ -21,7 +21,7 @@ from mupax.train.data.records import corpus
 from mupax.train.data.streams import hub, lanes
 from mupax.train.data.streams.batches import Stream
 from mupax.train.data.streams.files import MOST_LANES
-from mupax.train.data.streams.lanes import Lane
+from mupax.train.data.streams.lanes import StreamShard
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.zoo import configs
 from mupax.zoo.configs import DecoderConfig
@@ -111,7 +111,7 @@ def test_a_lane_goes_on_after_any_kill(load: Callable[..., Stream], tmp_path: Pa
     (tmp_path / "again").mkdir()
     path = tmp_path / "again" / "lane"
     for step in range(100):
-        lane = Lane(path, source, Bytes())  # as a new process has it
+        lane = StreamShard(path, source, Bytes())  # as a new process has it
         for _ in range(2):  # takes what is there, does a step
             lane.grow()
         if lane.ended:
@@ -138,7 +138,7 @@ def test_two_at_once_make_one_lane(load: Callable[..., Stream], tmp_path: Path) 
     expected = whole(load(batch_size=1))[0]
     source = load(batch_size=1)._lanes[0]._documents
     (tmp_path / "both").mkdir()
-    lanes = [Lane(tmp_path / "both" / "lane", source, Bytes()) for _ in range(2)]
+    lanes = [StreamShard(tmp_path / "both" / "lane", source, Bytes()) for _ in range(2)]
     threads = [threading.Thread(target=lane.until, args=(1 << 40, print)) for lane in lanes]
     for thread in threads:
         thread.start()

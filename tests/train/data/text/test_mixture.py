@@ -14,7 +14,7 @@ from mupax.train.config.run import DataConfig
 from mupax.train.data import DataError
 from mupax.train.data.mix import BLOCK, parts
 from mupax.train.data.text.batches import TokenData
-from mupax.train.data.text.mixture import Mixture, Shares
+from mupax.train.data.text.mixture import Mixture, MixtureWeights
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError, DecoderConfig
 
@@ -64,14 +64,14 @@ def test_weights_become_shares_of_a_block() -> None:
 
 
 def test_every_block_has_exactly_its_shares_and_every_text_its_own_order() -> None:
-    shares = Shares([2500, 7499, 1], seed=3)
+    shares = MixtureWeights([2500, 7499, 1], seed=3)
     texts, examples = shares(range(3 * BLOCK))
     for block in texts.reshape(3, BLOCK):
         assert np.bincount(block).tolist() == [2500, 7499, 1]
     for text in range(3):
         np.testing.assert_array_equal(examples[texts == text], np.arange(3 * shares.counts[text]))
     assert (texts[:BLOCK] != texts[BLOCK : 2 * BLOCK]).mean() > 0.3  # another order in another block
-    assert (texts != Shares([2500, 7499, 1], seed=4)(range(3 * BLOCK))[0]).mean() > 0.3
+    assert (texts != MixtureWeights([2500, 7499, 1], seed=4)(range(3 * BLOCK))[0]).mean() > 0.3
     # Shares of parts of a block too, as of independent draws: 2,000 batches of eight in place of one run of each text.
     means = (texts[: 2 * BLOCK] == 0).reshape(-1, 8).mean(axis=1)
     assert np.std(means) == pytest.approx((0.25 * 0.75 / 8) ** 0.5, rel=0.05)
@@ -81,7 +81,7 @@ def test_every_block_has_exactly_its_shares_and_every_text_its_own_order() -> No
 
 
 def test_a_text_ends_where_one_more_of_its_examples_is_needed() -> None:
-    shares = Shares([4000, 6000], seed=0)
+    shares = MixtureWeights([4000, 6000], seed=0)
     for sizes in ([4000, 10**9], [10, 20], [9000, 9001], [1, 1]):
         count = shares.until_one_ends(sizes)
         counts = np.bincount(shares(range(count))[0], minlength=2)

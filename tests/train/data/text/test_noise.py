@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from mupax.train.data import show
 from mupax.train.data.interface import DataError
-from mupax.train.data.text.noise import Infilling, Lengths, Noised, Sentinels, permuted
+from mupax.train.data.text.noise import Infilling, Lengths, CorruptedBatch, Sentinels, permuted
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.data.text.vocabulary import Sentences, SpecialIds, special_ids
 
@@ -23,7 +23,7 @@ IDS = SpecialIds(pad=1000, eos=1001, bos=1002, mask=1003, sentinels=tuple(range(
 ROWS = 4000
 
 
-def noised(noise: Infilling | Sentinels, length: int, rows: int = ROWS, seed: int = 0) -> Noised:
+def noised(noise: Infilling | Sentinels, length: int, rows: int = ROWS, seed: int = 0) -> CorruptedBatch:
     """Windows of the tokens 0, 1, …, one sentence each, with noise."""
     tokens = np.tile(np.arange(length), (rows, 1))
     starts = np.tile(np.arange(length) == 0, (rows, 1))

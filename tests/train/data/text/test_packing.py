@@ -50,7 +50,7 @@ def quiet(line: str) -> None:
     """Takes notes and does nothing."""
 
 
-def prepare(train: Documents | None = None, note=quiet, key: str = "k") -> dict[str, packing.Packed]:
+def prepare(train: Documents | None = None, note=quiet, key: str = "k") -> dict[str, packing.PackedCorpus]:
     sides = {"train": train or Documents(TEXTS), "eval": Documents(TEXTS[:3])}
     return packing.prepared(key, lambda: sides, tokenizer.Bytes(), note)
 
