@@ -45,7 +45,7 @@ from mupax.train.parallel.processes import Processes
 from mupax.train.studies.sweep import trainer as sweep_pack
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Batches, Trainer
-from mupax.train.studies.sweep.work import Member, Stopped, Watcher, Work, one_at_a_time
+from mupax.train.studies.sweep.work import Point, Stopped, SweepCallback, Work, one_at_a_time
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.lora.config import LoraConfig
@@ -85,10 +85,10 @@ _FIRST = {
 """Section to its fields that were there when points got their names. This list is closed: no new field belongs here."""
 _FIRST_PATHS = {f"{section}.{name}".lstrip(".") for section, names in _FIRST.items() for name in names.split()}
 
-__all__ = ["Mode", "Row", "Stopped", "Sweep", "Watcher", "grouped", "run"]
+__all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "grouped", "run"]
 
 
-class Chooser:
+class ExecutionTrial:
     """Trainers of a sweep's programs, each compiled once.
 
     Args:
@@ -283,7 +283,7 @@ def _delete(fields: dict[str, Any], path: str) -> None:
 
 def grouped(
     configs: Sequence[Config], programs: dict[str, Program], devices: Sequence[Any] | None = None
-) -> dict[object, list[Member]]:
+) -> dict[object, list[Point]]:
     """The points in groups of one program each, by a key of it, in the order in which the first of each comes.
 
     Nothing is compiled or allocated, and a definition is built once per shape.
@@ -296,7 +296,7 @@ def grouped(
     Raises:
         ConfigError, PresetError, MeshError: what does not fit.
     """
-    groups: dict[object, list[Member]] = {}
+    groups: dict[object, list[Point]] = {}
     for index, config in enumerate(configs):
         if config.stop.patience is not None or config.data.evaluate:
             flag = "stop.patience" if config.data.evaluate == () else "data.evaluate"
@@ -362,7 +362,7 @@ class Sweep:
         self._folder, self._evaluated, self._stop = folder.absolute(), evaluated, stop
         self._saving = saving
         self._devices, self._programs, self._batches = devices, {}, Batches()
-        self._chooser = Chooser(how, self._batches, evaluated)
+        self._chooser = ExecutionTrial(how, self._batches, evaluated)
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def has_rows(self, configs: Sequence[Config]) -> bool:
@@ -373,7 +373,7 @@ class Sweep:
         keys = [key_of(program.config, self._batches.of(program).facts["digest"]) for _, program in members]
         return all(rows.has(key, evaluated=self._evaluated) for key in keys)
 
-    def run(self, configs: Sequence[Config], watcher: Watcher | None = None) -> list[Row]:
+    def run(self, configs: Sequence[Config], watcher: SweepCallback | None = None) -> list[Row]:
         """Train every point that the folder has no row of.
 
         Args:
@@ -389,7 +389,7 @@ class Sweep:
             RowsError: the folder's rows are not as they were written.
             Stopped: `stop` returned True.
         """
-        watcher = one_at_a_time(watcher or Watcher())
+        watcher = one_at_a_time(watcher or SweepCallback())
         self._batches.note = watcher.note
         with locked(self._folder, Processes()):
             rows, groups = Rows(self._folder, watcher.note), grouped(configs, self._programs, self._devices)
@@ -419,7 +419,7 @@ class Sweep:
             return [rows[keys[i]] for i in range(len(configs))]
 
 
-def run(configs: Sequence[Config], folder: Path, *, watcher: Watcher | None = None, **how: Any) -> list[Row]:
+def run(configs: Sequence[Config], folder: Path, *, watcher: SweepCallback | None = None, **how: Any) -> list[Row]:
     """The rows of one sweep over these points, in their order; raises as `Sweep` and its `run`.
 
     Args:

@@ -21,11 +21,11 @@ from mupax.train.config.run import Config
 from mupax.train.run.report.progress import duration
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.sweep.rows import Row
-from mupax.train.studies.sweep.work import Watcher
+from mupax.train.studies.sweep.work import SweepCallback
 from mupax.zoo import flops
 
 
-class Table(Watcher):
+class Table(SweepCallback):
     """Shows a sweep while entered.
 
     Args:

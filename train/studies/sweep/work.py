@@ -36,13 +36,13 @@ SAVE_EVERY_S = 300.0
 FETCH_EVERY = 16
 """Steps between looks at the losses: a point that diverged in turn is given up that late."""
 
-Member = tuple[int, Program]
+Point = tuple[int, Program]
 """A point: its place among the sweep's configs, and its program."""
-Pack = Sequence[Member]
+PointBatch = Sequence[Point]
 Save = Callable[[int, TrainState], None]
 
 
-class Watcher:
+class SweepCallback:
     """Called with how a sweep goes; shows nothing itself (`mupax.train.studies.sweep.table.Table` does)."""
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
@@ -74,10 +74,10 @@ class Watcher:
         """
 
 
-def one_at_a_time(watcher: Watcher) -> Watcher:
+def one_at_a_time(watcher: SweepCallback) -> SweepCallback:
     """The watcher, for several threads to call."""
     lock = threading.Lock()
-    shared: Any = Watcher()
+    shared: Any = SweepCallback()
 
     def locked(call: Callable[..., None], *args: Any) -> None:
         with lock:
@@ -100,15 +100,15 @@ class Work:
     batches: Batches
     folder: Path
     keys: dict[int, str]
-    watcher: Watcher
+    watcher: SweepCallback
     stop: Callable[[], bool]
     concurrent: int = 1
 
-    def unfinished(self, pack: Pack) -> Path:
+    def unfinished(self, pack: PointBatch) -> Path:
         """Folder of a pack while it trains."""
         return self.folder / "unfinished" / cache.digest(str(self.trainer.count), *(self.keys[i] for i, _ in pack))
 
-    def train(self, pack: Pack) -> list[tuple[int, Row]]:
+    def train(self, pack: PointBatch) -> list[tuple[int, Row]]:
         """The rows of a pack, whose places past the last point repeat it."""
         trainer, points, places = self.trainer, [program for _, program in pack], [i for i, _ in pack]
         points += [points[-1]] * (trainer.count - len(points))
@@ -185,7 +185,7 @@ class Work:
         total = jax.tree.map(lambda *each: sum(each), *sums)
         return np.atleast_1d(np.asarray(total.loss, np.float64) / np.asarray(total.weight, np.float64))
 
-    def trained(self, packs: Sequence[Pack]) -> Iterator[tuple[Pack, list[tuple[int, Row]]]]:
+    def trained(self, packs: Sequence[PointBatch]) -> Iterator[tuple[PointBatch, list[tuple[int, Row]]]]:
         """Every pack with its rows, as it is done; so many at a time as the trainer says.
 
         Raises:

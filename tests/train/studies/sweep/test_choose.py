@@ -38,7 +38,7 @@ def test_points_are_packed_by_memory(text: str, monkeypatch: pytest.MonkeyPatch)
 def timed(monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[int, int], float], cores: int = 8) -> None:
     """Trials find these seconds per pack of (points at once, packs side by side)."""
     monkeypatch.setattr(
-        sweep.Chooser, "_seconds", lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent]
+        sweep.ExecutionTrial, "_seconds", lambda self, trainer, points, concurrent=1: seconds[trainer.count, concurrent]
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
 
@@ -69,7 +69,7 @@ def test_together_a_later_round_of_fewer_points_compiles_nothing_until_half_a_pa
         return sweep_pack.Trainer(program, count, nothing, nothing, nothing, None, 0)
 
     monkeypatch.setattr(sweep_pack, "trainer", trainer)
-    chooser = sweep.Chooser("together", sweep_pack.Batches(), False)
+    chooser = sweep.ExecutionTrial("together", sweep_pack.Batches(), False)
     counts = [chooser.trainer("key", programs[:count], lambda text: None).count for count in (8, 5, 8, 4, 3, 2)]
     assert counts == [8, 8, 8, 8, 3, 3]
     assert compiled == [8, 3]
@@ -128,7 +128,7 @@ def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
     assert [row.curve for row in rows] == [row.curve for row in on_one]
     assert not list((tmp_path / "unfinished").iterdir())
 
-    class Fails(sweep.Watcher):
+    class Fails(sweep.SweepCallback):
         def training(self, points: Any, step: int, losses: Any) -> None:
             raise OSError("the screen is gone")
 
@@ -136,7 +136,7 @@ def test_side_by_side_a_stop_saves_all_and_an_error_ends_all(
         sweep.run(chosen, tmp_path / "fails", watcher=Fails(), devices=one)
 
 
-class Crowded(sweep.Watcher):
+class Crowded(sweep.SweepCallback):
     """A watcher that takes its time, and knows whether it was told two things at once."""
 
     def __init__(self) -> None:

@@ -78,7 +78,9 @@ def run() -> Run:
     programs: dict[str, Program] = {}
     trainers: dict[bool, dict[tuple[object, int], Trainer]] = {False: {}, True: {}}
 
-    def run(configs: list[Config], folder: Path, *, watcher: sweep.Watcher | None = None, **how: Any) -> list[Row]:
+    def run(
+        configs: list[Config], folder: Path, *, watcher: sweep.SweepCallback | None = None, **how: Any
+    ) -> list[Row]:
         engine = sweep.Sweep(folder, **how)
         engine._programs, engine._chooser._trainers = programs, trainers[engine._evaluated]
         return engine.run(configs, watcher)
@@ -290,7 +292,7 @@ def test_a_signal_stops_the_command_which_then_goes_on(
     assert len(after.splitlines()) == 4
 
 
-class Noted(sweep.Watcher):
+class Noted(sweep.SweepCallback):
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
 

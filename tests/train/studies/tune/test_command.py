@@ -77,7 +77,7 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     assert "readout.lr = " in find.described(saved)
 
     # Again: nothing is trained, and the same is found.
-    monkeypatch.setattr(sweep.Chooser, "trainer", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(sweep.ExecutionTrial, "trainer", lambda *_: pytest.fail("trained"))
     assert main(words) == 0
     again = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert again == record
