@@ -131,7 +131,7 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import report
-    from mupax.train.studies.tune.report import Board
+    from mupax.train.studies.tune.report import LiveTable
     from mupax.train.studies.tune.search import Search, measure
 
     folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")
@@ -146,7 +146,7 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
             saving=stop.deferring,
         )
         try:
-            with Board(terminal.console(), search, metric, _value) as board:
+            with LiveTable(terminal.console(), search, metric, _value) as board:
                 measure(search, lambda configs: engine.run(configs, board), board.round)
         except sweep.Stopped:
             name = stop.received.name if stop.received else "a signal"

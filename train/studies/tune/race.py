@@ -26,7 +26,7 @@ LEAST = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Race:
+class Elimination:
     """How points stand.
 
     Attributes:
@@ -54,7 +54,7 @@ class Race:
         return int(np.argmin(np.where(np.isfinite(self.means), self.means, np.inf)))
 
 
-def race(losses: np.ndarray, looks: int, error: float = ERROR) -> Race:
+def race(losses: np.ndarray, looks: int, error: float = ERROR) -> Elimination:
     """How points stand after the seeds that they have.
 
     Args:
@@ -82,7 +82,7 @@ def race(losses: np.ndarray, looks: int, error: float = ERROR) -> Race:
         worse = ((values[:, None] - values[None]) * pairs).sum(axis=2) / np.sqrt(np.maximum(count, 1))  # mean * sqrt(n)
         beaten = (worse > critical).any(axis=1)
         dropped = np.where(beaten, worse.argmax(axis=1), dropped)
-    return Race(means, dropped, sigma, freedom, critical)
+    return Elimination(means, dropped, sigma, freedom, critical)
 
 
 def _additive(losses: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, float, int]:

@@ -34,7 +34,7 @@ ACROSS = 4
 """Panels side by side."""
 
 
-class Board(Table):
+class LiveTable(Table):
     """Shows a search while entered; a line per finished run where the terminal cannot draw.
 
     Args:

@@ -21,7 +21,7 @@ from mupax.train.studies.transfer.drift import Interval
 from mupax.train.studies.transfer.study import Runner
 from mupax.train.studies.tune import surrogate
 from mupax.train.studies.tune.over import Constant, Point, applied
-from mupax.train.studies.tune.race import Race, race
+from mupax.train.studies.tune.race import Elimination, race
 
 FRESH = 100
 """First of the seeds on which the winner meets the start; the search has those below."""
@@ -96,7 +96,7 @@ class Search:
         each = [[self._loss((point, seed)) for seed in range(self.limits.seeds)] for point in self.points]
         return np.array(each, float).reshape(len(self.points), self.limits.seeds)
 
-    def race(self) -> Race:
+    def race(self) -> Elimination:
         """How the points stand."""
         return race(self.losses, self.limits.points * self.limits.seeds)
 
