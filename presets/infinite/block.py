@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from mupax.presets.infinite.dice import Basis, Dice, Weight
+from mupax.presets.infinite.dice import Basis, LazyGaussian, Weight
 from mupax.presets.infinite.layers import ACTIVATIONS, Back, attend, norm
 
 BLOCK = ("query", "key", "value", "out", "up", "down")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Numbers:
+class LimitConfig:
     """What a model and its parameterization come to.
 
     Attributes:
@@ -59,7 +59,13 @@ class Block:
     """One block's six matrices."""
 
     def __init__(
-        self, numbers: Numbers, layer: int, basis: Callable[[int], Basis], rng: np.random.Generator, *, responses: bool
+        self,
+        numbers: LimitConfig,
+        layer: int,
+        basis: Callable[[int], Basis],
+        rng: np.random.Generator,
+        *,
+        responses: bool,
     ) -> None:
         self.numbers, self.layer = numbers, layer
 
@@ -70,7 +76,7 @@ class Block:
         }  # fmt: skip
         self.weights = {
             name: Weight(
-                Dice(inputs[name], basis(mlp if name == "up" else width), rng, responses=responses),
+                LazyGaussian(inputs[name], basis(mlp if name == "up" else width), rng, responses=responses),
                 float(numbers.stds[name][layer]),
                 float(numbers.rates[name][layer]),
                 numbers.momentum,

@@ -57,7 +57,7 @@ class Basis:
         return np.concatenate([inside, x @ transposed(new)], axis=-1)
 
 
-class Dice:
+class LazyGaussian:
     """A matrix W with independent Normal(0, 1) entries, revealed along the directions of its two sides as they grow.
 
     Args:
@@ -110,7 +110,7 @@ class Weight:
         momentum: decay of the sum of gradients.
     """
 
-    def __init__(self, dice: Dice, std: float, rate: float, momentum: float = 0.0) -> None:
+    def __init__(self, dice: LazyGaussian, std: float, rate: float, momentum: float = 0.0) -> None:
         self.dice, self.std, self.rate, self.momentum = dice, std, rate, momentum
         self._change = self._sum = np.zeros((*dice.inputs.rows.shape[:-2], 0, 0), dice.inputs.rows.dtype)
         self._gradient = self._change

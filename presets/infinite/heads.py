@@ -40,7 +40,7 @@ class OneBlock:
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class Trajectory:
     """What training shows before each step.
 
     Attributes:
@@ -102,7 +102,7 @@ def train(
     heads: int,
     rng: np.random.Generator,
     responses: bool = True,
-) -> Course:
+) -> Trajectory:
     """The course of the infinite model on all examples at every step.
 
     Args:
@@ -166,7 +166,7 @@ def train(
         v = v + rate * mixed(dv)
         pushes.append((error, w, pooled(y)))
         w = w + scale * error @ after
-    return Course(np.array(outputs), np.array(kernels), np.array(attention))
+    return Trajectory(np.array(outputs), np.array(kernels), np.array(attention))
 
 
 def _coordinates(x: np.ndarray, basis: np.ndarray, weight: float) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from mupax.presets.infinite.block import Block, Numbers
+from mupax.presets.infinite.block import Block, LimitConfig
 from mupax.presets.infinite.dice import Basis, transposed
 from mupax.presets.infinite.layers import Back, cross_entropy, norm
 
@@ -74,7 +74,7 @@ class Stack:
 
     def __init__(
         self,
-        numbers: Numbers,
+        numbers: LimitConfig,
         *,
         positions: int,
         patch: int,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mupax.presets.infinite.heads import Course, OneBlock
+from mupax.presets.infinite.heads import Trajectory, OneBlock
 
 
 def train(
@@ -20,7 +20,7 @@ def train(
     heads: int,
     seeds: int,
     rng: np.random.Generator,
-) -> Course:
+) -> Trajectory:
     """Courses of nets with H heads, a leading axis of seeds on everything.
 
     Args:
@@ -82,4 +82,4 @@ def train(
             w_o + rate * moves["w_o"],
         )
     outputs[0] = 0 * outputs[0]
-    return Course(*(np.stack(x, 1) for x in (outputs, kernels, attention)))
+    return Trajectory(*(np.stack(x, 1) for x in (outputs, kernels, attention)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mupax.presets.infinite.dice import Basis, Dice, Weight, transposed
+from mupax.presets.infinite.dice import Basis, LazyGaussian, Weight, transposed
 
 pytestmark = pytest.mark.core
 
@@ -24,7 +24,7 @@ def play(rng: np.random.Generator, draws: int, *, dense: bool, responses: bool =
             return y @ w
     else:
         inputs, outputs = Basis(IN, (draws,)), Basis(OUT, (draws,))
-        dice = Dice(inputs, outputs, rng, responses=responses)
+        dice = LazyGaussian(inputs, outputs, rng, responses=responses)
 
         def forward(x: np.ndarray) -> np.ndarray:
             return dice.forward(inputs.coordinates(x))
@@ -53,7 +53,7 @@ def z_of(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def test_what_was_revealed_is_of_the_matrix_that_is_revealed_at_last():
     rng, draws = np.random.default_rng(0), 11
     inputs, outputs = Basis(IN, (draws,)), Basis(OUT, (draws,))
-    dice, products = Dice(inputs, outputs, rng), []
+    dice, products = LazyGaussian(inputs, outputs, rng), []
     x = rng.standard_normal((draws, 2, IN))
     for _ in range(4):  # more than there are directions
         y = dice.forward(inputs.coordinates(x))
@@ -89,7 +89,7 @@ def test_directions_are_orthonormal_and_grow_by_what_they_lack():
 def test_entries_have_the_moments_of_a_gaussian_matrix_after_an_adaptive_game():
     rng, draws = np.random.default_rng(2), 20_000
     inputs, outputs = Basis(3, (draws,)), Basis(4, (draws,))
-    dice = Dice(inputs, outputs, rng)
+    dice = LazyGaussian(inputs, outputs, rng)
     y = dice.forward(inputs.coordinates(np.ones((draws, 1, 3))))
     dice.forward(inputs.coordinates(dice.backward(outputs.coordinates(np.abs(y)))))
     w = dice.matrix().reshape(draws, -1)
@@ -108,7 +108,7 @@ def test_adaptive_play_has_the_dense_law_and_without_responses_it_has_not():
 
 def test_several_matrices_share_the_directions_of_their_inputs():
     rng, inputs = np.random.default_rng(6), Basis(IN)
-    matrices = [Dice(inputs, Basis(OUT), rng) for _ in range(2)]
+    matrices = [LazyGaussian(inputs, Basis(OUT), rng) for _ in range(2)]
     at = inputs.coordinates(np.ones((1, IN)))
     images = [dice.forward(at) for dice in matrices]
     for dice, image in zip(matrices, images, strict=True):
@@ -119,7 +119,7 @@ def test_several_matrices_share_the_directions_of_their_inputs():
 
 def test_a_trained_matrix_moves_as_a_dense_one():
     rng, inputs, outputs = np.random.default_rng(7), Basis(IN), Basis(OUT)
-    weight, moves = Weight(Dice(inputs, outputs, rng), std=0.5, rate=0.1, momentum=0.9), []
+    weight, moves = Weight(LazyGaussian(inputs, outputs, rng), std=0.5, rate=0.1, momentum=0.9), []
     for _ in range(4):
         x, g = rng.standard_normal((2, IN)), rng.standard_normal((2, OUT))
         at = inputs.coordinates(x)

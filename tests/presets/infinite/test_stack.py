@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mupax.presets.infinite.block import BLOCK, Numbers
-from mupax.presets.infinite.dice import Basis, Dice, Weight
+from mupax.presets.infinite.block import BLOCK, LimitConfig
+from mupax.presets.infinite.dice import Basis, LazyGaussian, Weight
 from mupax.presets.infinite.stack import Stack
 
 pytestmark = pytest.mark.core
@@ -16,13 +16,15 @@ pytestmark = pytest.mark.core
 DRAWS, STEPS, IMAGES = 200, 4, 2
 
 
-def numbers(*, head_dim: int = 4, heads: int = 8, depth: int = 1, rate: float = 0.5, gamma0: float = 0.5) -> Numbers:
+def numbers(
+    *, head_dim: int = 4, heads: int = 8, depth: int = 1, rate: float = 0.5, gamma0: float = 0.5
+) -> LimitConfig:
     """`depth-mup` in its absolute form, alpha_A = alpha_L = 1 and beta0 = 1, its rates times `rate`."""
     width = head_dim * heads
     in_block = {name: np.full(depth, width**-0.5) for name in BLOCK}
     rates = {name: np.full(depth, gamma0**2 * depth * rate) for name in BLOCK}
     ends = {"patch": width * gamma0**2 * rate, "position": width * gamma0**2 * rate, "readout": rate / width}
-    return Numbers(
+    return LimitConfig(
         head_dim=head_dim, heads=heads, depth=depth, mlp=width, momentum=0.9, eps=1e-5, logit_scale=1 / head_dim,
         stds={**in_block, "patch": np.array(1.0), "position": np.array(1.0), "readout": np.array(1 / (gamma0 * width))},
         rates={**rates, **{name: np.array(x) for name, x in ends.items()}},
@@ -76,7 +78,7 @@ def test_a_deep_linear_net_after_one_step(responses: bool, expected: float):
     weights = []
     for _ in range(depth - 1):
         sides = Basis(width, (draws,)), Basis(width, (draws,))
-        weights.append(Weight(Dice(*sides, rng, responses=responses), width**-0.5, rate=0.0))
+        weights.append(Weight(LazyGaussian(*sides, rng, responses=responses), width**-0.5, rate=0.0))
     first, last = rng.standard_normal((2, draws, 1, width))
     h, at = [first], []
     for weight in weights:

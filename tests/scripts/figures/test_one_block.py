@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mupax.presets.infinite import heads
-from mupax.presets.infinite.heads import Course, OneBlock
+from mupax.presets.infinite.heads import Trajectory, OneBlock
 from scripts.figures.infinite import one_block
 
 STEPS, SEEDS = 4, 64
@@ -15,7 +15,7 @@ TARGETS = np.array([1.0, -1.0])
 KERNEL = np.einsum("psi,qti->psqt", INPUTS, INPUTS) / INPUTS.shape[-1]
 
 
-def limit(block: OneBlock, *, responses: bool = True) -> Course:
+def limit(block: OneBlock, *, responses: bool = True) -> Trajectory:
     return heads.train(
         block, KERNEL, TARGETS, steps=STEPS, heads=6000, rng=np.random.default_rng(1), responses=responses
     )

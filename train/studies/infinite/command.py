@@ -22,7 +22,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
-from mupax.presets.infinite.block import BLOCK, Numbers
+from mupax.presets.infinite.block import BLOCK, LimitConfig
 from mupax.presets.infinite.layers import cross_entropy
 from mupax.presets.infinite.stack import Stack
 from mupax.train import data
@@ -61,7 +61,7 @@ def with_heads(config: Config, heads: int) -> Config:
     )
 
 
-def numbers(config: Config) -> Numbers:
+def numbers(config: Config) -> LimitConfig:
     """Everything that the limit needs of a run, at the run's own sizes.
 
     Raises:
@@ -81,7 +81,7 @@ def numbers(config: Config) -> Numbers:
     factors = np.array(
         [[preset.residual_scale(sizes, layer, branch) for branch in ("attention", "mlp")] for layer in range(depth)]
     )
-    return Numbers(
+    return LimitConfig(
         head_dim=model.heads_dim,
         heads=model.num_heads,
         depth=depth,
