@@ -24,7 +24,7 @@ from mupax import disk
 from mupax.train.config import cli
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import points, record
-from mupax.train.studies.forecast.fitted import Law, fitted
+from mupax.train.studies.forecast.fitted import ScalingLaw, fitted
 from mupax.train.studies.forecast.law import best_rate
 from mupax.train.studies.forecast.predict import predict
 from scripts import ROOT
@@ -169,7 +169,7 @@ def forecasts(name: str, spec: Backtest, out: Path) -> Path:
     return path
 
 
-def transferred(law: Law, target: Config) -> float:
+def transferred(law: ScalingLaw, target: Config) -> float:
     """log2 of the best rate of the largest model measured, at the run's tokens and batch.
 
     Args:

@@ -41,7 +41,7 @@ class NoLaw(MupaxFailure):
 
 
 @dataclasses.dataclass(frozen=True)
-class Law:
+class ScalingLaw:
     """A fit, and all that its intervals are made of; noises are standard deviations of the log of the loss.
 
     Attributes:
@@ -74,7 +74,7 @@ class Law:
         return float(np.median(self.misses))
 
 
-def fitted(points: Points) -> Law:
+def fitted(points: Points) -> ScalingLaw:
     """The law of a study's rows.
 
     Raises:
@@ -118,7 +118,7 @@ def fitted(points: Points) -> Law:
     means = mean + width * rng.standard_normal((SAMPLES, len(mean)))
     samples, _ = fit(rows, np.broadcast_to(best, means.shape), y, means, white)
     subset = dataclasses.replace(points, settings=tuple(settings))
-    return Law(
+    return ScalingLaw(
         subset, rows, best, samples, misses, one * (1 - 1 / seeds) ** 0.5, beyond, scatter, rate_beyond, tuple(notes)
     )
 
@@ -221,7 +221,7 @@ def _beyond(squares: list[float], expected: float) -> tuple[float, int]:
     return _deviation(np.array(squares), len(squares), expected, BEYOND_FREEDOM), freedom
 
 
-def parameters(law: Law) -> dict[str, dict[str, float | bool]]:
+def parameters(law: ScalingLaw) -> dict[str, dict[str, float | bool]]:
     """Each parameter as it is fitted, its 90 % interval, and whether the rows say more of it than its prior.
 
     Args:

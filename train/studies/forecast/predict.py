@@ -9,7 +9,7 @@ import numpy as np
 
 from mupax.train.config.record import text_of
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, Law, NoLaw
+from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, ScalingLaw, NoLaw
 from mupax.train.studies.forecast.law import AXES, best_rate, log_loss
 from mupax.train.studies.forecast.points import Setting, field_differences
 
@@ -28,7 +28,7 @@ SHAPE = ("width", "depth", "encoder_depth", "num_heads", "head_dim", "num_kv_hea
 
 
 @dataclasses.dataclass(frozen=True)
-class Band:
+class PredictionInterval:
     """A number that is predicted: median, 50 and 90 % interval."""
 
     low90: float
@@ -38,7 +38,7 @@ class Band:
     high90: float
 
     @classmethod
-    def of(cls, draws: np.ndarray) -> Band:
+    def of(cls, draws: np.ndarray) -> PredictionInterval:
         """The band of many draws."""
         return cls(**{name: float(np.quantile(draws, at)) for name, at in QUANTILES.items()})
 
@@ -61,14 +61,14 @@ class Prediction:
     """
 
     config: Config
-    log2_lr: Band | None
-    loss: Band
+    log2_lr: PredictionInterval | None
+    loss: PredictionInterval
     scale: dict[str, int]
     beyond: dict[str, float]
     warnings: tuple[str, ...]
 
 
-def predict(law: Law, config: Config, *, keep_rate: bool = False) -> Prediction:
+def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Prediction:
     """What the law says of a run.
 
     Args:
@@ -102,7 +102,7 @@ def predict(law: Law, config: Config, *, keep_rate: bool = False) -> Prediction:
     if "c" in rows.names:
         best = best_rate(rows.names, theta, scale[None])[:, 0]
         best = best + law.rate_beyond[0] * distance * rng.standard_t(law.rate_beyond[1], len(theta))
-        band = Band.of(
+        band = PredictionInterval.of(
             best + law.scatter * rng.standard_normal(len(theta)) + rows.middle
         )  # as a study would measure it
         own = float(np.log2(config.optimizer.peak_lr))
@@ -114,11 +114,16 @@ def predict(law: Law, config: Config, *, keep_rate: bool = False) -> Prediction:
     beyond = {name: float(2.0**value) for name, value in zip(AXES, octaves, strict=True)}
     numbers = dict(zip(AXES, (target.parameters, target.tokens, config.data.batch_size), strict=True))
     return Prediction(
-        config, band, Band.of(rows.loss * np.exp(loss)), numbers, beyond, tuple(_warnings(law, config, beyond, band))
+        config,
+        band,
+        PredictionInterval.of(rows.loss * np.exp(loss)),
+        numbers,
+        beyond,
+        tuple(_warnings(law, config, beyond, band)),
     )
 
 
-def _warnings(law: Law, config: Config, beyond: dict[str, float], rate: Band | None) -> list[str]:
+def _warnings(law: ScalingLaw, config: Config, beyond: dict[str, float], rate: PredictionInterval | None) -> list[str]:
     warnings = [
         f"extrapolates: {ratio:.3g} times the {name} of the {FARTHEST_ROW[name][ratio < 1]} measured"
         for name, ratio in beyond.items()

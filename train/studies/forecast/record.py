@@ -13,7 +13,7 @@ from mupax import __version__, disk
 from mupax.errors import MupaxError
 from mupax.train.config.record import command_of, from_json, to_json
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast.fitted import Law, parameters
+from mupax.train.studies.forecast.fitted import ScalingLaw, parameters
 from mupax.train.studies.forecast.points import METRICS
 from mupax.train.studies.forecast.predict import Prediction
 
@@ -26,7 +26,7 @@ class ForecastError(MupaxError):
     """A file that is no forecast, or not as it was written. The text says which."""
 
 
-def forecast(law: Law, prediction: Prediction, what: str) -> dict[str, Any]:
+def forecast(law: ScalingLaw, prediction: Prediction, what: str) -> dict[str, Any]:
     """A forecast as JSON has it, dated now.
 
     Args:

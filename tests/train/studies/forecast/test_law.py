@@ -12,7 +12,7 @@ from mupax.train.config import sizes
 from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import fitted as fits
-from mupax.train.studies.forecast.fitted import Law, NoLaw, fitted, parameters
+from mupax.train.studies.forecast.fitted import ScalingLaw, NoLaw, fitted, parameters
 from mupax.train.studies.forecast.points import Points, Setting
 from mupax.train.studies.forecast.predict import Prediction, predict
 
@@ -120,7 +120,7 @@ def test_control_a_law_that_bends_beyond_the_rows_is_missed(monkeypatch: pytest.
     assert inside(pairs)[0] <= 2
 
 
-def law_of(*, heads: tuple[int, ...] = HEADS, steps: tuple[int, ...] = STEPS, truth: Truth | None = None) -> Law:
+def law_of(*, heads: tuple[int, ...] = HEADS, steps: tuple[int, ...] = STEPS, truth: Truth | None = None) -> ScalingLaw:
     return fitted(study(truth or Truth(p=-0.5), np.random.default_rng(0), heads, steps, noise=0.001, lack=0.0005))
 
 
