@@ -33,7 +33,7 @@ from mupax.zoo.configs import CONFIGS, ConfigError
 
 if TYPE_CHECKING:
     from mupax.train.config.run import Config
-    from mupax.train.studies.plan.numbers import Line
+    from mupax.train.studies.plan.numbers import PlanRow
 
 PROG = "mupax plan"
 
@@ -235,7 +235,7 @@ class Cost:
         fits: whether the memory is enough, as far as that is known.
     """
 
-    rows: tuple[Line, ...]
+    rows: tuple[PlanRow, ...]
     cautions: tuple[str, ...] = ()
     fits: bool = True
 
@@ -274,7 +274,7 @@ def _on_chips(config: Config, args: Plan) -> tuple[Config, Cost]:
     line, peak, room = report["roofline"], report["peak_bytes_per_device"], report["hbm_bytes_per_device"]
     mesh = " x ".join(f"{axis} {size}" for axis, size in report["mesh"].items()) or "one device"
     compiler = f"TPU compiler for {where}"
-    rows: list[Line] = [
+    rows: list[PlanRow] = [
         ("mesh", f"{mesh} ({count} chips)", "", compiler),
         ("remat", f"{report['compute']['remat']}, {report['accumulation_steps']} microbatches", "", compiler),
         ("memory", f"{gib(peak)} of {gib(room)} a chip", ranges.NONE, compiler),
@@ -307,7 +307,7 @@ def _state_bytes(config: Config) -> int:
 def _formula(config: Config, args: Plan, count: int, chip: Any, where: str, why: str) -> Cost:
     """Without the compiler: the state alone, over all chips, and the time at a utilization that is given."""
     state = _state_bytes(config) / count
-    rows: list[Line] = [
+    rows: list[PlanRow] = [
         (
             "memory",
             f"{gib(int(state))} of {gib(chip.hbm_bytes)} a chip",
@@ -333,7 +333,7 @@ def _here(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
     expected = sum(estimates.expected(program).values())
     kind = program.mesh.devices.flat[0].device_kind
     memory, most = ranges.memory(expected)
-    rows: list[Line] = [
+    rows: list[PlanRow] = [
         ("mesh", f"{described(program.mesh.shape)} ({kind})", "", "this machine"),
         ("remat", config.model.compute.remat, "", f"recipe {config.recipe}"),
         (
@@ -381,7 +381,7 @@ def _step_flops(config: Config) -> float:
     return flops.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
-def _time(config: Config, args: Plan, step: float, source: str, count: int, band: ranges.Range = None) -> list[Line]:
+def _time(config: Config, args: Plan, step: float, source: str, count: int, band: ranges.Range = None) -> list[PlanRow]:
     """Time, FLOPs and cost.
 
     Args:
@@ -394,7 +394,7 @@ def _time(config: Config, args: Plan, step: float, source: str, count: int, band
     """
     seconds = config.steps * step
     unit, name = (3600, "h") if seconds >= 3600 else (60, "min") if seconds > 60 else (1, "s")
-    rows: list[Line] = [
+    rows: list[PlanRow] = [
         (
             "time",
             f"{seconds / unit:,.1f} {name}, {step:.3g} s a step",
@@ -473,7 +473,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if costs.fits else 1
 
 
-def _conclusion(recipe: str, config: Config, rows: Sequence[Line], *, fits: bool) -> str:
+def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: bool) -> str:
     """Return what the plan comes to, in a sentence: rate, loss and time, or that the run does not fit."""
     value = {row[0]: row[1] for row in rows}
     interval = {row[0]: row[2] for row in rows}

@@ -31,7 +31,7 @@ OPTIMIZER = ("name", "schedule", "clip_norm")
 APART = 1.0
 """Octaves between the rates of two published rules from which on they contradict each other."""
 
-Line = tuple[str, str, str, str]
+PlanRow = tuple[str, str, str, str]
 """What, value, its interval or range, and where it is from."""
 
 
@@ -167,7 +167,7 @@ def _text(value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Learnt:
+class StudyEstimates:
     """What studies say of a run.
 
     Attributes:
@@ -198,7 +198,7 @@ class Learnt:
         return record.forecast(self.law, dataclasses.replace(self.prediction, config=config), what)
 
 
-def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False) -> Learnt:
+def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False) -> StudyEstimates:
     """The run at the rate that the rows say, with what they say of its loss.
 
     Args:
@@ -207,7 +207,7 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
         keep_rate: the run's own rate, as it was asked for.
     """
     if not studies:
-        return Learnt(
+        return StudyEstimates(
             config, ("", "the recipe"), cautions=("no study: nothing is predicted of the loss; write --from FOLDER",)
         )
     rules = rules_of(config)
@@ -216,7 +216,7 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
         labels = ", ".join(points.label for points in studies)
         write = preset_flags(config, studies[0].settings[-1].config)
         caution = f"no study of {label_of(config.preset)}: --from has {labels}; write {write} for the first of them"
-        return Learnt(config, ("", "the recipe"), cautions=(caution,))
+        return StudyEstimates(config, ("", "the recipe"), cautions=(caution,))
     points = same[0]
     where = f"{points.rows} rows of {' and '.join(points.folders)}"
     try:
@@ -224,28 +224,30 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
         prediction = predict(law, config, keep_rate=keep_rate)
     except NoLaw as error:
         if keep_rate:
-            return Learnt(config, ("", "asked for"), points=points, cautions=(f"no loss is predicted: {error}",))
+            return StudyEstimates(
+                config, ("", "asked for"), points=points, cautions=(f"no loss is predicted: {error}",)
+            )
         caution = f"no loss is predicted: {error}"
         log2_lr, cautions = transferred(config, points)
         if log2_lr is None:
-            return Learnt(config, ("", "the recipe"), points=points, cautions=(caution, *cautions))
+            return StudyEstimates(config, ("", "the recipe"), points=points, cautions=(caution, *cautions))
         peak = dataclasses.replace(config.optimizer, peak_lr=float(f"{2.0**log2_lr:.4g}"))
         source = f"best of the largest of {where}; that it stays is the preset's claim"
         at = dataclasses.replace(config, optimizer=peak)
-        return Learnt(at, (ranges.NONE, source), points=points, cautions=(caution, *cautions))
+        return StudyEstimates(at, (ranges.NONE, source), points=points, cautions=(caution, *cautions))
     rate = prediction.log2_lr
     if keep_rate:
-        return Learnt(prediction.config, ("", "asked for"), prediction, law, points, prediction.warnings)
+        return StudyEstimates(prediction.config, ("", "asked for"), prediction, law, points, prediction.warnings)
     columns = (
         ("", "the recipe, and every row")
         if rate is None
         else (f"2^{rate.low90:.2f} to 2^{rate.high90:.2f} (90 %)", f"law over {where}")
     )
     cautions = (*prediction.warnings, *contradictions(prediction.config, points))
-    return Learnt(prediction.config, columns, prediction, law, points, cautions)
+    return StudyEstimates(prediction.config, columns, prediction, law, points, cautions)
 
 
-def rows(config: Config, learnt: Learnt, source: str) -> list[Line]:
+def rows(config: Config, learnt: StudyEstimates, source: str) -> list[PlanRow]:
     """The run as a table: its shape, length, optimizer and expected loss.
 
     Args:
@@ -258,7 +260,7 @@ def rows(config: Config, learnt: Learnt, source: str) -> list[Line]:
     rule = recipe if config.preset.joint == "none" else f"{recipe}, joint rule {config.preset.joint}"
     parameters, tokens = flops.params(model), config.steps * config.data.batch_size * model.units
     shape = ", ".join(f"{axis} {size}" for axis, size in model.base_sizes().items())
-    lines: list[Line] = [
+    lines: list[PlanRow] = [
         ("shape", shape, "", recipe),
         ("parameters", f"{parameters:,}", "", "counted"),
         ("batch", f"{config.data.batch_size} x {model.units} {unit}s", "", recipe),
