@@ -24,7 +24,7 @@ from mupax.presets.rule import Decay
 from mupax.presets.verify import axes, differences, fit, formats, names, reference
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED
 from mupax.presets.verify.findings import consequences_of_all, findings
-from mupax.presets.verify.fit import Line
+from mupax.presets.verify.fit import GrowthSeries
 from mupax.presets.verify.formats.dump import Dump
 from mupax.presets.verify.sentences import Finding
 
@@ -44,7 +44,7 @@ class Mistake:
     name: str
     text: str
     source: str
-    fits: Callable[[Finding, Line, Family], bool]
+    fits: Callable[[Finding, GrowthSeries, Family], bool]
     alone: bool = False
 
 
@@ -56,7 +56,7 @@ def _near(finding: Finding, exponent: float) -> bool:
     return abs(finding.excess - exponent) < 0.15
 
 
-def _one_rate(line: Line) -> bool:
+def _one_rate(line: GrowthSeries) -> bool:
     """Return whether every parameter has one learning rate.
 
     Rates are means over layers and may have gone through float32: they are compared with a tolerance.
@@ -187,7 +187,7 @@ STANDARD = Mistake(
 
 
 def recognized(
-    findings: Sequence[Finding], line: Line, family: Family, *, standard: bool
+    findings: Sequence[Finding], line: GrowthSeries, family: Family, *, standard: bool
 ) -> list[tuple[Finding | None, Mistake]]:
     """Published mistakes among findings, each once, with the finding that shows it; None where it is all of them.
 
@@ -319,7 +319,7 @@ class Verify:
 class Report:
     """What there is to say of one line of growth."""
 
-    line: fit.Line
+    line: fit.GrowthSeries
     optimizer: str
     reference: reference.Reference
     findings: Sequence[Finding]
@@ -465,7 +465,7 @@ def _next(reports: Sequence[Report], strict: bool) -> str:
     return "Next: train a few steps under `mupax check`, which sees what no file says: the forward pass."
 
 
-def _report(line: fit.Line, optimizer: str, decay: Decay, named: presets.Preset | None) -> Report:
+def _report(line: fit.GrowthSeries, optimizer: str, decay: Decay, named: presets.Preset | None) -> Report:
     closest = reference.closest(line, optimizer, decay, named)
     family = closest.preset.family(optimizer)
     reported = findings(closest, line, family)

@@ -10,7 +10,7 @@ from mupax.presets.optimizers import Family
 from mupax.presets.preset import Preset
 from mupax.presets.roles import BIASES, VECTORS, ParamSpec, Role
 from mupax.presets.rule import Decay, Power
-from mupax.presets.verify.fit import TOLERANCE, Line, Quantity, expected, observed, value
+from mupax.presets.verify.fit import TOLERANCE, GrowthSeries, Quantity, expected, observed, value
 from mupax.presets.verify.formats.dump import Entry
 from mupax.presets.verify.names import FUSED
 from mupax.presets.verify.sizes import Parameter
@@ -89,7 +89,7 @@ class Laws:
         return self._of[spec]
 
 
-def differences(laws: Laws, line: Line, optimizer: str, decay: Decay) -> tuple[Difference, ...]:
+def differences(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) -> tuple[Difference, ...]:
     """All numbers of the dumps against a preset's.
 
     Args:
@@ -139,7 +139,7 @@ def _has_rule(parameter: Parameter, quantity: Quantity, optimizer: str) -> bool:
     return not (parameter.spec.role in BIASES and parameter.spec.of is Role.KEY)
 
 
-def _tied(preset: Preset, line: Line, optimizer: str, decay: Decay) -> Iterable[Difference]:
+def _tied(preset: Preset, line: GrowthSeries, optimizer: str, decay: Decay) -> Iterable[Difference]:
     """The table as a readout: what the embedding's numbers are where its output is multiplied by the readout's own factor."""
     tables = [
         next(p for p in m.parameters.values() if p.spec.role is Role.TOKEN_EMBEDDING and len(p.entry.shape) == 2)
@@ -161,7 +161,7 @@ def _difference(
     spec: ParamSpec | None,
     values: list[float | None],
     law: Power,
-    line: Line,
+    line: GrowthSeries,
     each: list[Parameter] | None = None,
 ) -> list[Difference]:
     """One difference; none where a number is not known, or is 0 at every size."""

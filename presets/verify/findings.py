@@ -19,7 +19,7 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 from mupax.presets.rule import ONE, Power, Rule, axis
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference
-from mupax.presets.verify.fit import TOLERANCE, Line
+from mupax.presets.verify.fit import TOLERANCE, GrowthSeries
 from mupax.presets.verify.reference import Reference
 from mupax.presets.verify.sentences import Finding, Severity, What, consequence, power, remedy
 
@@ -30,7 +30,7 @@ SEVERE = ("explodes", "lazy")
 _IN_LIMITS = frozenset(spec.role for spec in SPECS.values())
 
 
-def alone(reference: Reference, difference: Difference, line: Line, family: Family) -> tuple[str, Entry] | None:
+def alone(reference: Reference, difference: Difference, line: GrowthSeries, family: Family) -> tuple[str, Entry] | None:
     """The observable that suffers most where this number alone is as the dumps have it; None where `limits` shows nothing.
 
     Args:
@@ -56,7 +56,7 @@ def alone(reference: Reference, difference: Difference, line: Line, family: Fami
 
 
 def together(
-    reference: Reference, differences: Sequence[Difference], line: Line, family: Family
+    reference: Reference, differences: Sequence[Difference], line: GrowthSeries, family: Family
 ) -> list[tuple[str, Entry]]:
     """Return what differences that were reported do together: observables that suffer from them, worst first.
 
@@ -72,7 +72,7 @@ def together(
     return _sorted({row: entry for row, entry in rows.items() if abs(entry.exponent) > UNEVEN})
 
 
-def of_preset(preset: Preset, line: Line, family: Family) -> list[tuple[str, Entry]]:
+def of_preset(preset: Preset, line: GrowthSeries, family: Family) -> list[tuple[str, Entry]]:
     """Return what is not stable under the preset itself: what explodes, freezes or becomes lazy, worst first.
 
     Args:
@@ -82,7 +82,7 @@ def of_preset(preset: Preset, line: Line, family: Family) -> list[tuple[str, Ent
     return _sorted({row: e for row, e in rows.items() if e.verdict in SEVERE and abs(e.exponent) > UNEVEN})
 
 
-def _judged(preset: Preset, line: Line, family: Family) -> dict[str, Entry]:
+def _judged(preset: Preset, line: GrowthSeries, family: Family) -> dict[str, Entry]:
     """Return all observables that judge a preset along a line of growth."""
     tied = line.models[0].dump.readout is not None
     rows = entries(Limit(preset, family, line.growth, tied=tied), line.limit)
@@ -103,7 +103,7 @@ def _sorted(rows: Mapping[str, Entry]) -> list[tuple[str, Entry]]:
     return sorted(rows.items(), key=lambda row: (ORDER.index(row[1].verdict), -abs(row[1].exponent)))
 
 
-def _with(preset: Preset, differences: Sequence[Difference], line: Line) -> Preset:
+def _with(preset: Preset, differences: Sequence[Difference], line: GrowthSeries) -> Preset:
     """The preset with these numbers as the dumps have them."""
     changes: list[tuple[Difference, Power]] = [(d, axis(line.axis) ** d.excess) for d in differences]
     logits, branch, before = preset.logits, preset.branch, preset.rule
@@ -141,7 +141,7 @@ _CHANGE: dict[str, Callable[[Rule, Power], Rule]] = {
 """Quantity to what becomes of a row whose number is a power larger."""
 
 
-def findings(reference: Reference, line: Line, family: Family) -> list[Finding]:
+def findings(reference: Reference, line: GrowthSeries, family: Family) -> list[Finding]:
     """Return faults, then cautions, parameters that have one in common together.
 
     Args:
@@ -170,7 +170,7 @@ def findings(reference: Reference, line: Line, family: Family) -> list[Finding]:
     )
 
 
-def consequences_of_all(reference: Reference, line: Line, family: Family) -> list[tuple[str, Entry]]:
+def consequences_of_all(reference: Reference, line: GrowthSeries, family: Family) -> list[tuple[str, Entry]]:
     """Return what all findings together lead to, by `limits`, worst first.
 
     A readout that starts smaller or louder is left out, as long as that is a caution: it is felt in the first steps alone,
@@ -205,7 +205,7 @@ def _starts_louder(d: Difference, family: Family) -> bool:
     return readout and d.quantity == "start" and family != "sgd" and abs(d.excess - 0.5) <= d.tolerance
 
 
-def _cautions(reference: Reference, line: Line, family: Family, faults: Sequence[Finding]) -> list[Finding]:
+def _cautions(reference: Reference, line: GrowthSeries, family: Family, faults: Sequence[Finding]) -> list[Finding]:
     """Return what is to be known of attention by 1/sqrt(d), and of a preset that is itself not stable."""
     out = []
     logits = next((d for d in reference.differences if d.name == LOGITS), None)
@@ -259,7 +259,7 @@ def _slowed(reference: Reference, excess: float) -> bool | None:
     return fastest < slowest - excess + TOLERANCE
 
 
-def _of_attention(logits: Difference, reference: Reference, line: Line, excess: float) -> Finding:
+def _of_attention(logits: Difference, reference: Reference, line: GrowthSeries, excess: float) -> Finding:
     """Return the caution of logits that fall slower than 1/d, under a preset that has it so."""
     model = line.models[-1]
     scale = (model.dump.attention or 1.0) * line.t[-1] ** -excess
@@ -312,7 +312,9 @@ def _joined(wrong: Sequence[Difference], family: Family) -> list[tuple[Differenc
     return joined
 
 
-def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, line: Line, family: Family) -> Finding:
+def _finding(
+    members: Sequence[tuple[Difference, What]], reference: Reference, line: GrowthSeries, family: Family
+) -> Finding:
     (first, what), names = members[0], tuple(d.name for d, _ in members)
     if what == "start" and all(_starts_smaller(d) for d, _ in members):
         return _of_small_readout(first, names, line, family)
@@ -342,7 +344,7 @@ def _finding(members: Sequence[tuple[Difference, What]], reference: Reference, l
     )  # fmt: skip
 
 
-def _of_small_readout(d: Difference, names: tuple[str, ...], line: Line, family: Family) -> Finding:
+def _of_small_readout(d: Difference, names: tuple[str, ...], line: GrowthSeries, family: Family) -> Finding:
     """Return the caution of a readout that is scaled down twice, and why training recovers from it."""
     if family == "sgd":
         why = (

@@ -27,7 +27,7 @@ TOLERANCE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class GrowthSeries:
     """Models that grow along one line from a base.
 
     Attributes:
@@ -71,7 +71,7 @@ class Line:
         return sum(x * y for x, y in zip(xs, logs, strict=True)) / sum(x * x for x in xs)
 
 
-def lines(models: Sequence[Model]) -> list[Line]:
+def lines(models: Sequence[Model]) -> list[GrowthSeries]:
     """The models along one line each, from the smallest.
 
     Raises:
@@ -109,7 +109,7 @@ def _ratios(base: Model, model: Model) -> dict[str, float]:
     return ratios
 
 
-def _line(base: Model, along: Sequence[Model]) -> Line:
+def _line(base: Model, along: Sequence[Model]) -> GrowthSeries:
     ratios = _ratios(base, along[-1])
     axis = max(GROWING, key=lambda axis: (round(math.log(ratios[axis]), 6), -GROWING.index(axis)))
     if ratios["embed"] > 1.001:
@@ -118,7 +118,7 @@ def _line(base: Model, along: Sequence[Model]) -> Line:
     growth = {name: math.log(ratio) / unit for name, ratio in ratios.items() if ratio > 1.001}
     models = [base, *along]
     t = [model.sizes.get(axis, 1) / base.sizes.get(axis, 1) for model in models]
-    return Line(models=models, growth=growth, t=t, axis=axis)
+    return GrowthSeries(models=models, growth=growth, t=t, axis=axis)
 
 
 def observed(entry: Entry, family: Family, decay: Decay, multiplier: float = 1.0) -> dict[Quantity, float | None]:

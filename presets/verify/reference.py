@@ -18,7 +18,7 @@ from mupax.presets.preset import Preset
 from mupax.presets.roles import EMBEDDINGS, VECTORS, PresetError, Role
 from mupax.presets.rule import Decay
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference, Laws, differences
-from mupax.presets.verify.fit import TOLERANCE, Line
+from mupax.presets.verify.fit import TOLERANCE, GrowthSeries
 
 ORDER = (
     ("mup", {}), ("depth-mup", {"alpha_l": 0.5}), ("completep", {}), ("depth-mup", {"alpha_l": 1.0}), ("mup-half", {}),
@@ -55,7 +55,7 @@ def _kind(difference: Difference) -> str:
     return "queries and keys" if spec.role in (Role.QUERY, Role.KEY) else "matrices"
 
 
-def closest(line: Line, optimizer: str, decay: Decay, named: Preset | None = None) -> Reference:
+def closest(line: GrowthSeries, optimizer: str, decay: Decay, named: Preset | None = None) -> Reference:
     """The reference of a line: the preset that is named, else the closest that is stable along it.
 
     Args:
@@ -92,11 +92,11 @@ def closest(line: Line, optimizer: str, decay: Decay, named: Preset | None = Non
     return min(family, key=lambda reference: reference.distance)
 
 
-def _reference(laws: Laws, line: Line, optimizer: str, decay: Decay) -> Reference:
+def _reference(laws: Laws, line: GrowthSeries, optimizer: str, decay: Decay) -> Reference:
     return Reference(preset=laws.preset, differences=differences(laws, line, optimizer, decay))
 
 
-def _shows_its_attention(reference: Reference, line: Line) -> bool:
+def _shows_its_attention(reference: Reference, line: GrowthSeries) -> bool:
     """Return whether the dumps may be of this preset, judged by what it gives queries and keys.
 
     A preset whose logits fall slower than 1/d slows queries and keys down in return. Dumps with 1/sqrt(d) are of that preset
@@ -110,7 +110,7 @@ def _shows_its_attention(reference: Reference, line: Line) -> bool:
     return not rates or (bool(attention) and not any(d.wrong for d in attention))
 
 
-def is_standard(line: Line, optimizer: str, decay: Decay) -> bool:
+def is_standard(line: GrowthSeries, optimizer: str, decay: Decay) -> bool:
     """Whether all the dumps have is standard parameterization's, along a line of widths.
 
     Args:

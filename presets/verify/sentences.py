@@ -8,7 +8,7 @@ from typing import Literal
 
 from mupax.presets.analysis.verdicts import Entry
 from mupax.presets.verify.differences import BRANCH, LOGITS, TIED, Difference
-from mupax.presets.verify.fit import Line
+from mupax.presets.verify.fit import GrowthSeries
 from mupax.presets.verify.formats.dump import Column
 
 Severity = Literal["fault", "caution"]
@@ -101,7 +101,7 @@ def power(word: str, exponent: float) -> str:
     return f"{word}^{round(exponent, 2) + 0.0:g}"
 
 
-def consequence(d: Difference, what: What, worst: tuple[str, Entry] | None, line: Line) -> str:
+def consequence(d: Difference, what: What, worst: tuple[str, Entry] | None, line: GrowthSeries) -> str:
     """What happens as the model grows.
 
     Args:
@@ -146,7 +146,7 @@ _VERBS = {
 """Verdict to its verb, of one and of several."""
 
 
-def remedy(d: Difference, what: What, line: Line) -> str:
+def remedy(d: Difference, what: What, line: GrowthSeries) -> str:
     """What to write instead, at the largest size.
 
     Args:
@@ -180,7 +180,7 @@ def remedy(d: Difference, what: What, line: Line) -> str:
 _COLUMNS: dict[What, Column] = {"start": "std", "rate": "lr", "eps": "eps", "pull": "wd", "multiplier": "multiplier"}
 
 
-def _power_of(d: Difference, column: Column, line: Line) -> float:
+def _power_of(d: Difference, column: Column, line: GrowthSeries) -> float:
     """The power that the column should have, the multiplier staying as it is."""
     logs = [math.log(getattr(m.parameters[d.name].entry, column)) for m in line.models]
     return line.exponent([x - logs[0] for x in logs]) - d.excess
