@@ -14,8 +14,8 @@ from typing import NamedTuple
 from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.train.studies.roles.attention import Attention, attentions
 from mupax.train.studies.roles.flow import ADDS, Flow
-from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, Place, Use
-from mupax.train.studies.roles.matrices import FIXED, Fact, Matrices, Refusal, split_names
+from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, Place, OperandUse
+from mupax.train.studies.roles.matrices import FIXED, Constraint, Matrices, Refusal, split_names
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})
 _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})
@@ -25,7 +25,7 @@ _LOOKUPS = {"position": Role.POSITION, "source": Role.POSITION, "distance": Role
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def fact(matrices: Matrices, use: Use) -> Fact:
+def fact(matrices: Matrices, use: OperandUse) -> Constraint:
     """What a use that is no product says.
 
     Args:
@@ -49,7 +49,7 @@ def fact(matrices: Matrices, use: Use) -> Fact:
         role = next((_LOOKUPS[axis] for axis in axes if axis in _LOOKUPS), Role.TOKEN_EMBEDDING)
         if role is Role.RELATIVE_BIAS:
             raise Refusal("the batch says which distance to look up; compute distances of positions")
-        return Fact(role=role, evidence=f"is looked up along {', '.join(sorted(axes))} by integers of the batch")
+        return Constraint(role=role, evidence=f"is looked up along {', '.join(sorted(axes))} by integers of the batch")
     if node.op in ADDS:
         return _added(matrices, use)
     if node.op in ("mul", "div"):
@@ -58,13 +58,13 @@ def fact(matrices: Matrices, use: Use) -> Fact:
         node.op in ("concatenate", "select_n", "scatter", "dynamic_update_slice", "stack")
         and matrices.flow.branch_of(node) is None
     ):
-        return Fact(role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own")
+        return Constraint(role=Role.TOKEN_EMBEDDING, evidence="joins the sequence as a row of its own")
     raise Refusal(
         f"it meets an activation in {node.op}; none of the roles does so: declare one, or write it as a product or sum"
     )
 
 
-def _of_branch(matrices: Matrices, use: Use) -> Fact | None:
+def _of_branch(matrices: Matrices, use: OperandUse) -> Constraint | None:
     """Return the bias of the matrix that ended the branch before, as in h + x @ w + b; None where that is no such sum."""
     flow = matrices.flow
     end = use.other
@@ -77,17 +77,17 @@ def _of_branch(matrices: Matrices, use: Use) -> Fact | None:
     return dataclasses.replace(facts[0], role=Role.BIAS, evidence=evidence, fan_in=(), of=facts[0].role)
 
 
-def _added(matrices: Matrices, use: Use) -> Fact:
+def _added(matrices: Matrices, use: OperandUse) -> Constraint:
     flow, node, other = matrices.flow, use.node, use.other
     assert other is not None
     in_block = flow.branch_of(node) is not None
     if flow.norm(other) is not None:
-        return Fact(role=Role.BIAS, evidence="is added to a norm's result", in_block=in_block, of=Role.NORM_GAIN)
+        return Constraint(role=Role.BIAS, evidence="is added to a norm's result", in_block=in_block, of=Role.NORM_GAIN)
     sources = flow.sources(other, through=True)
     if sources and all(any(source.node is of.logits for of in matrices.attentions) for source in sources):
         if not any(kind == "constant" for (param, _), kind in use.view.picks if param == use.param):
             raise Refusal("it is added to logits of attention and no distance chose it; declare its role")
-        return Fact(
+        return Constraint(
             role=Role.RELATIVE_BIAS,
             evidence="distances look it up; it is added to logits of attention",
             in_block=in_block,
@@ -103,7 +103,7 @@ def _added(matrices: Matrices, use: Use) -> Fact:
             evidence = f"is added to the product of the {of.role.value}"
             return dataclasses.replace(of, role=Role.BIAS, evidence=evidence, fan_in=(), of=of.role)
     if not in_block and any(axis in ("position", "source") for axis in _axes(matrices, use)):
-        return Fact(role=Role.POSITION, evidence="is added to the stream before its blocks, a row a position")
+        return Constraint(role=Role.POSITION, evidence="is added to the stream before its blocks, a row a position")
     what = " and ".join(sorted(role.value for role in roles)) or "no matrix's product"
     raise Refusal(f"it is added to {what}, as neither their bias nor a position; declare its role")
 
@@ -120,11 +120,11 @@ def _outputs(matrices: Matrices, sources: list) -> set[str]:
     return axes
 
 
-def _axes(matrices: Matrices, use: Use) -> tuple[str, ...]:
+def _axes(matrices: Matrices, use: OperandUse) -> tuple[str, ...]:
     return split_names(matrices.names[use.param])
 
 
-def _multiplied(matrices: Matrices, use: Use) -> Fact:
+def _multiplied(matrices: Matrices, use: OperandUse) -> Constraint:
     flow, node = matrices.flow, use.node
     other: Node | None = use.other
     assert other is not None
@@ -142,7 +142,7 @@ def _multiplied(matrices: Matrices, use: Use) -> Fact:
     roles = {fact.role for fact in facts if fact is not None} - _STREAM
     streams = [source.node in flow.branches or source.node.op == "lookup" or bool(source.params) for source in plain]
     if base is not None and not roles and all(streams or [False]):
-        return Fact(role=Role.NORM_GAIN, evidence="multiplies a norm of the stream", in_block=in_block)
+        return Constraint(role=Role.NORM_GAIN, evidence="multiplies a norm of the stream", in_block=in_block)
     if roles and roles <= _ENDS:
         roles = {Role.MLP_OUT} if "experts" not in _axes(matrices, use) else roles
     if len(roles) != 1:
@@ -156,7 +156,7 @@ def _multiplied(matrices: Matrices, use: Use) -> Fact:
         raise Refusal(f"it multiplies the product of the {role.value}, which no norm made; declare its role")
     of = next(fact for fact in facts if fact is not None)
     evidence = f"multiplies {'a norm of ' if base is not None else ''}the product of the {role.value}"
-    return Fact(role=Role.NORM_GAIN, evidence=evidence, in_block=of.in_block, of=role, cross=of.cross)
+    return Constraint(role=Role.NORM_GAIN, evidence=evidence, in_block=of.in_block, of=role, cross=of.cross)
 
 
 def _normalized(matrices: Matrices, factor: Node) -> Node | None:
@@ -206,7 +206,7 @@ def _line(atom: Atom) -> list[Atom]:
     return [atom, *parts]
 
 
-def _met(use: Use) -> list[tuple[Place, list[Dim]]]:
+def _met(use: OperandUse) -> list[tuple[Place, list[Dim]]]:
     """Return the dimensions of activations that a parameter's dimensions lie along: contracted with them, or added to them."""
     view = use.view
     node = use.node
@@ -264,7 +264,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
     of_attention = attentions(flow)
     matrices = Matrices(flow, of_attention, named)
     refused |= {param: reason for param, reason in matrices.refused.items() if param not in refused}
-    uses: dict[str, list[Use]] = {}
+    uses: dict[str, list[OperandUse]] = {}
     for use in graph.uses:
         uses.setdefault(use.param, []).append(use)
     specs: dict[str, ParamSpec] = {}
@@ -287,7 +287,7 @@ def deduce(graph: Graph, samples: Sequence[Sample]) -> Roles:
     return Roles(specs, evidence, refused, tied)
 
 
-def _fact(matrices: Matrices, of_attention: list[Attention], use: Use) -> Fact:
+def _fact(matrices: Matrices, of_attention: list[Attention], use: OperandUse) -> Constraint:
     flow = matrices.flow
     if use.node in flow.opaque:
         raise Refusal(f"it goes into {use.node.op}, through which nothing can be seen; declare its role")
@@ -308,7 +308,7 @@ def _fact(matrices: Matrices, of_attention: list[Attention], use: Use) -> Fact:
     return dataclasses.replace(declared, encoder=encoder, shared=_shared(matrices, use, declared))
 
 
-def _shared(matrices: Matrices, use: Use, fact: Fact) -> tuple[str, ...]:
+def _shared(matrices: Matrices, use: OperandUse, fact: Constraint) -> tuple[str, ...]:
     """Return the growing axes of what a parameter meets that it has not itself: along these its gradient is a sum.
 
     Of a QK-norm's gain and a relative bias its own axes say so already.
@@ -331,7 +331,7 @@ def _shared(matrices: Matrices, use: Use, fact: Fact) -> tuple[str, ...]:
     return tuple(axis for axis in axes if " " not in axis)
 
 
-def _one(facts: list[Fact]) -> tuple[Fact, Fact | None]:
+def _one(facts: list[Constraint]) -> tuple[Constraint, Constraint | None]:
     """What all uses say together, and the fact of a readout that is tied to an embedding."""
     if not facts:
         raise Refusal("the loss does not use it; leave it out")
@@ -348,7 +348,7 @@ def _one(facts: list[Fact]) -> tuple[Fact, Fact | None]:
     )
 
 
-def _spec(names: tuple[str, ...], fact: Fact) -> ParamSpec:
+def _spec(names: tuple[str, ...], fact: Constraint) -> ParamSpec:
     if fact.cross and fact.role in (Role.KEY, Role.VALUE):
         names = tuple("memory" if at in fact.fan_in else axis for at, axis in enumerate(names))
     part = "cross" if fact.cross else "encoder" if fact.encoder else ""

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from mupax.train.studies.roles.graph import Graph, Node, Use, users
+from mupax.train.studies.roles.graph import Graph, Node, OperandUse, users
 from mupax.train.studies.roles.operations import LAYOUT
 
 SQUARES = frozenset({"square", "integer_pow"})
@@ -130,7 +130,7 @@ class Flow:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.matrices: dict[Node, list[Use]] = {}
+        self.matrices: dict[Node, list[OperandUse]] = {}
         for use in graph.uses:
             if use.node.op == "dot":
                 self.matrices.setdefault(use.node, []).append(use)

@@ -98,7 +98,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Use:
+class OperandUse:
     """One place where a parameter meets an activation or the batch.
 
     Attributes:
@@ -123,7 +123,7 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self.uses: list[Use] = []
+        self.uses: list[OperandUse] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def add(
@@ -163,7 +163,7 @@ class Graph:
             view: of the parameters.
             other: what they meet; None of a lookup.
         """
-        self.uses.extend(Use(param, node, view, other) for param in sorted(view.params))
+        self.uses.extend(OperandUse(param, node, view, other) for param in sorted(view.params))
 
 
 def users(graph: Graph) -> dict[Node, list[Node]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from mupax.presets.roles import Role
 from mupax.train.studies.roles.attention import Attention
 from mupax.train.studies.roles.flow import Flow
-from mupax.train.studies.roles.graph import Node, Use
+from mupax.train.studies.roles.graph import Node, OperandUse
 from mupax.train.studies.roles.operations import LAYOUT
 
 FIXED = frozenset(
@@ -27,7 +27,7 @@ class Refusal(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fact:
+class Constraint:
     """What one use says of its parameter.
 
     Attributes:
@@ -66,7 +66,7 @@ class Matrices:
 
     def __init__(self, flow: Flow, attentions: list[Attention], names: Mapping[str, tuple[str, ...]]) -> None:
         self.flow, self.attentions, self.names = flow, attentions, names
-        self.at: dict[tuple[Node, str], Fact] = {}
+        self.at: dict[tuple[Node, str], Constraint] = {}
         self.refused: dict[str, str] = {}
         for use in (use for uses in flow.matrices.values() for use in uses):
             if use.param in names:
@@ -75,7 +75,7 @@ class Matrices:
                 except Refusal as reason:
                     self.refused.setdefault(use.param, str(reason))
 
-    def _fact(self, use: Use) -> Fact:
+    def _fact(self, use: OperandUse) -> Constraint:
         flow, node, other = self.flow, use.node, use.other
         assert other is not None
         if use.view.kind == "derived":
@@ -91,8 +91,10 @@ class Matrices:
             )
         if other.kind == "data":
             if _one_hot(other):
-                return Fact(role=Role.TOKEN_EMBEDDING, evidence=f"is multiplied by one-hot vectors over {reads}")
-            return Fact(role=Role.PATCH_EMBEDDING, evidence=f"contracts {reads} with the batch itself", fan_in=fan_in)
+                return Constraint(role=Role.TOKEN_EMBEDDING, evidence=f"is multiplied by one-hot vectors over {reads}")
+            return Constraint(
+                role=Role.PATCH_EMBEDDING, evidence=f"contracts {reads} with the batch itself", fan_in=fan_in
+            )
         ends = list(flow.reaches(node, use.param))
         of_attention = self._of_attention(use)
         if len(of_attention) > 1:
@@ -104,7 +106,7 @@ class Matrices:
         same = {"fan_in": fan_in, "in_block": in_block}
         contracts = f"contracts {reads}"
         if any(end.op == "top_k" for end, _, _ in ends):
-            return Fact(role=Role.ROUTER, evidence=f"{contracts}; top_k of its product chooses", **same)
+            return Constraint(role=Role.ROUTER, evidence=f"{contracts}; top_k of its product chooses", **same)
         sources = flow.sources(other)
         if blind := [x for x in (*(s.node for s in sources), *(end for end, _, _ in ends)) if x in flow.opaque]:
             raise Refusal(f"it reads or feeds {blind[0].op}, through which nothing can be seen; declare its role")
@@ -112,7 +114,7 @@ class Matrices:
             if len(sources) > len(mixes):
                 raise Refusal("it reads attention and something else at once; project them apart")
             cross = any(of.cross for of in mixes)
-            return Fact(
+            return Constraint(
                 role=Role.ATTENTION_OUT, evidence=f"{contracts} of values that a softmax weighed", cross=cross, **same
             )
         if any(source.node in flow.products for source in flow.sources(other, through=True)) or any(
@@ -124,12 +126,14 @@ class Matrices:
         if all(end.op == "loss" for end, _, _ in ends):
             if not ends:
                 raise Refusal("its product does not reach the loss; leave the parameter out")
-            return Fact(
+            return Constraint(
                 role=Role.READOUT, evidence=f"{contracts}; its product reaches the loss through no other matrix", **same
             )
         return self._hidden(use, contracts, ends, side, same)
 
-    def _hidden(self, use: Use, contracts: str, ends: list[tuple[Node, Node, bool]], side: int, same: dict) -> Fact:
+    def _hidden(
+        self, use: OperandUse, contracts: str, ends: list[tuple[Node, Node, bool]], side: int, same: dict
+    ) -> Constraint:
         """Of an MLP, of experts or neither."""
         flow, names = self.flow, self.names[use.param]
         assert use.other is not None
@@ -149,27 +153,29 @@ class Matrices:
         if same["in_block"] and grows:
             if nexts and not ended and not inner and not any(nexts):
                 role = Role.EXPERT_IN if experts else Role.MLP_IN
-                return Fact(
+                return Constraint(
                     role=role, evidence=f"{contracts}; a nonlinearity or gate follows, then another matrix", **same
                 )
             if ended and not nexts and inner and not any(source.plain for source in reads):
                 role = Role.EXPERT_OUT if experts else Role.MLP_OUT
-                return Fact(role=role, evidence=f"{contracts} of a hidden layer; its product ends the branch", **same)
+                return Constraint(
+                    role=role, evidence=f"{contracts} of a hidden layer; its product ends the branch", **same
+                )
         if experts:
             raise Refusal(
                 "an index chooses among its matrices, and it is neither the first nor the last of an MLP; declare its role"
             )
-        return Fact(
+        return Constraint(
             role=Role.HIDDEN, evidence=f"{contracts}; between other matrices, in no part of attention or an MLP", **same
         )
 
-    def _in_output(self, use: Use, at: int) -> bool:
+    def _in_output(self, use: OperandUse, at: int) -> bool:
         places = {place for side in use.node.info["kept"] for atom in side for place in atom.places}
         return (use.param, at) in places
 
-    def _of_attention(self, use: Use) -> list[Fact]:
+    def _of_attention(self, use: OperandUse) -> list[Constraint]:
         """As query, key and value: one fact each that holds."""
-        facts: dict[Role, Fact] = {}
+        facts: dict[Role, Constraint] = {}
         for of in self.attentions:
             branch = any(self.flow.branch_of(node) for node, _ in of.queries)
             own = any("value_dim" in split_names(self.names.get(param, ())) for _, param in of.values)
@@ -182,11 +188,13 @@ class Matrices:
             ):
                 if (use.node, use.param) in group:
                     wide = own and role is not Role.VALUE
-                    facts[role] = Fact(role=role, evidence=evidence, in_block=branch, cross=of.cross, value_dim=wide)
+                    facts[role] = Constraint(
+                        role=role, evidence=evidence, in_block=branch, cross=of.cross, value_dim=wide
+                    )
         return list(facts.values())
 
 
-def whole(use: Use, shape: tuple[int, ...], dims: tuple) -> tuple[int, ...]:
+def whole(use: OperandUse, shape: tuple[int, ...], dims: tuple) -> tuple[int, ...]:
     """Dimensions of a parameter that these of its view are; all of each.
 
     Args:
