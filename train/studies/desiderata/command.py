@@ -56,7 +56,7 @@ Row = dict[str, dict[str, tuple[Cell, Cell]]]
 """Dimension to desideratum to theory and measurement."""
 
 
-class Cutting:
+class BlockProbe:
     """A block's forward pass by mappings; `outputs` has what each gave.
 
     Args:
@@ -168,7 +168,7 @@ def forward(model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool
         own = {name: x for name, x in zeros.items() if name.startswith("encoder ") == bool(label) and name not in ends}
 
         def layer(h_BTD: jax.Array, of: tuple[nnx.State, Arrays]) -> tuple[jax.Array, Arrays]:
-            cutting = Cutting(of[1], hold, masked=masked, label=label)
+            cutting = BlockProbe(of[1], hold, masked=masked, label=label)
             return cutting.block(nnx.merge(graph, of[0]), h_BTD, bias_HTS, memory_BSD), cutting.outputs
 
         embedding = embedding + zeros.get(f"{label}embedding", 0.0)
