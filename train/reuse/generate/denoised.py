@@ -17,7 +17,7 @@ from mupax.train.data import Data
 from mupax.train.data.show import restored, side_by_side, visible
 from mupax.train.data.text.denoising import noise_of
 from mupax.train.data.text.vocabulary import SpecialIds, special_ids
-from mupax.train.reuse.generate.rewrite import Rewriter
+from mupax.train.reuse.generate.rewrite import Seq2SeqGenerator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo.definition import Arrays
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GREEDY = Sampling(temperature=0)
 
 
-def rewriter(program: Program, ids: SpecialIds, params: Arrays, inputs: StepInputs, **options: Any) -> Rewriter:
+def rewriter(program: Program, ids: SpecialIds, params: Arrays, inputs: StepInputs, **options: Any) -> Seq2SeqGenerator:
     """A writer that starts and ends texts as the targets of the run's data do.
 
     Args:
@@ -38,7 +38,7 @@ def rewriter(program: Program, ids: SpecialIds, params: Arrays, inputs: StepInpu
         **options: further ones of `Rewriter`.
     """
     start = ids.eos if program.config.data.noise == "infilling" else ids.pad
-    return Rewriter(program, params, inputs, start=start, end=ids.eos, **options)
+    return Seq2SeqGenerator(program, params, inputs, start=start, end=ids.eos, **options)
 
 
 def main(args: Any, run: LoadedRun, tokenizer: Any, sampling: Sampling) -> int:

@@ -13,7 +13,7 @@ from mupax import terminal
 from mupax.train.data.text.tokenizer import Bytes
 from mupax.train.reuse import pretrained, runs
 from mupax.train.reuse.generate.opened import check_known
-from mupax.train.reuse.generate.rewrite import Rewriter
+from mupax.train.reuse.generate.rewrite import Seq2SeqGenerator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.train.reuse.huggingface import text_ids
 from mupax.train.reuse.outline import MODEL, opened
@@ -69,7 +69,7 @@ def texts(args: Any, run: LoadedWeights, tokenizer: Any, sampling: Sampling) -> 
     mask = np.broadcast_to(np.arange(sizes["source"]) < len(prompt), inputs.shape)
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
-    writer = Rewriter(
+    writer = Seq2SeqGenerator(
         program, params, program.step_inputs(), start=ids.start, end=ids.end, first=ids.first, last=ids.last,
         sampling=sampling, beams=args.beams,
     )  # fmt: skip

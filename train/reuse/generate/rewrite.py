@@ -40,7 +40,7 @@ class _Text(NamedTuple):
     """Whether all logits so far were finite, bool []."""
 
 
-class Rewriter:
+class Seq2SeqGenerator:
     """Writes with one encoder-decoder. Compiles once per shape of inputs.
 
     Args:

@@ -14,7 +14,7 @@ from mupax.train.config.devices import MeshConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import assemble
 from mupax.train.core.step import logits_of
-from mupax.train.reuse.generate.rewrite import Rewriter
+from mupax.train.reuse.generate.rewrite import Seq2SeqGenerator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 
@@ -68,7 +68,7 @@ def test_texts_are_the_likeliest(run: tuple[Any, ...]) -> None:
         return [every[i][: count[i]].tolist() for i in of.argmax(axis=1)]
 
     def written(**options: Any) -> list[list[int]]:
-        rewriter = Rewriter(program, params, numbers, start=START, end=END, sampling=GREEDY, **options)
+        rewriter = Seq2SeqGenerator(program, params, numbers, start=START, end=END, sampling=GREEDY, **options)
         return [row.tolist() for row in rewriter.write(inputs, mask)]
 
     # So many beams that none is ever dropped; by the sum and by the mean of ln p.
@@ -85,11 +85,11 @@ def test_texts_are_the_likeliest(run: tuple[Any, ...]) -> None:
 
 def test_draws_depend_on_the_seed_and_lengths_are_checked(run: tuple[Any, ...]) -> None:
     program, params, numbers, inputs, mask, _ = run
-    rewriter = Rewriter(program, params, numbers, start=START, end=END, sampling=Sampling(temperature=3.0))
+    rewriter = Seq2SeqGenerator(program, params, numbers, start=START, end=END, sampling=Sampling(temperature=3.0))
     one, two, other = (rewriter.write(inputs, mask, seed=seed) for seed in (1, 1, 2))
     assert [row.tolist() for row in one] == [row.tolist() for row in two]
     assert [row.tolist() for row in one] != [row.tolist() for row in other]
     with pytest.raises(DecodingError, match="write 1 to 4"):
         rewriter.write(inputs, mask, 5)
     with pytest.raises(DecodingError, match="write temperature 0"):
-        Rewriter(program, params, numbers, start=START, end=END, beams=2)
+        Seq2SeqGenerator(program, params, numbers, start=START, end=END, beams=2)
