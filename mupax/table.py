@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Table(UserDict[str, T]):
+class LazyRegistry(UserDict[str, T]):
     """Names to objects, of which an entry says where it is; one set later may be the object itself.
 
     Args:

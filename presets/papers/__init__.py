@@ -13,9 +13,9 @@ from typing import Any
 
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
-from mupax.table import Table
+from mupax.table import LazyRegistry
 
-PRESETS: Table[Callable[..., Preset]] = Table(
+PRESETS: LazyRegistry[Callable[..., Preset]] = LazyRegistry(
     __name__,
     {
         "sp": "standard:sp",

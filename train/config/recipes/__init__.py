@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mupax.table import Table
+from mupax.table import LazyRegistry
 from mupax.train.config.run import Config
 
-RECIPES: Table[Callable[[], Config]] = Table(
+RECIPES: LazyRegistry[Callable[[], Config]] = LazyRegistry(
     __name__,
     {
         "lm-laptop": "laptop:lm_laptop",
