@@ -27,11 +27,11 @@ def all_gather(x: jax.Array, names: tuple[str, ...], dimension: int) -> jax.Arra
 
 
 def reduce_scatter(x: jax.Array, names: tuple[str, ...], dimension: int, *, layout: Layout = ONE_DEVICE) -> jax.Array:
-    """This device's part, along a dimension, of the sum of x over mesh axes: what turns `all_gather` around.
+    """Return this device's part, along a dimension, of the sum of x over mesh axes: the inverse of `all_gather`.
 
-    Where `Layout.rings` says so over one dimension of a torus at a time: over several at once the TPU compiler sums everything
-    everywhere, twice the bytes, and then takes a part; beside products, where it leaves these rings alone but for some flags. On TPU
-    over one mesh axis at a time: sums over several it has beside nothing.
+    With `Layout.per_axis_reduce_scatter` the sum goes over one dimension of a torus at a time. Over several at once the TPU
+    compiler sums everything everywhere, which is twice the bytes, and then takes a part. On TPU the sum also goes over one mesh
+    axis at a time, since the compiler does not overlap a sum over several axes with other work.
 
     Args:
         x: whole along the dimension, on every device.

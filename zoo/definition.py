@@ -189,7 +189,7 @@ class Definition:
 
         Args:
             seed: uint32 [].
-            stds: standard deviation, of gains the value, float32 [] or [layers] by name; whom names after `LIKE` start as.
+            stds: standard deviation, of gains the value, float32 [] or [layers] by name; whom names after `SHARED_INIT` start as.
             draw: `initial.normals`, to draw all numbers at once; each parameter's by themselves unless given.
         """
         each = [stds.get(SHARED_INIT + name, np.uint32(zlib.crc32(name.encode()))) for name in self.specs]

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from mupax.presets.roles import VECTORS, ParamSpec, Role
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.definition import Definition, ScaledParam
+from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import Axes, Layout, has_layout
 
 Splits = tuple[tuple[str, ...], ...]
@@ -29,8 +30,8 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
     """Return the layout inside of which a model's gradients are taken, or None if no parameter is split by the batch's devices.
 
     The layout is also None in two other cases, which are left to the compiler: devices split anything but examples (positions,
-    heads), or the module lacks the field `layout`, through which the zoo's models read their parameters, or a method `reading`,
-    whose readout the loss gathers.
+    heads), or the module lacks the field `layout`, through which the zoo's models read their parameters, or a method
+    `readout_inputs`, whose weight the loss gathers.
 
     Args:
         layout: the one outside.
@@ -42,12 +43,12 @@ def inside(layout: Layout, definition: Definition) -> ManualFsdpLayout | None:
     if not split or other_axes:
         return None
     module: Any = getattr(definition.graph.nodes[0], "type", None)
-    if has_layout(module) and hasattr(module, "reading"):
+    if has_layout(module) and readout_method(module) is not None:
         return manual
     if getattr(module, "gathers", False):
         warnings.warn(
             f"{module.__name__}.gathers is deprecated and the compiler gathers the model's parameters; write "
-            "`layout: Layout = ONE_DEVICE` in the class instead, and a method `reading` that returns a Reading",
+            "`layout: Layout = ONE_DEVICE` in the class instead, and a method `readout_inputs` that returns ReadoutInputs",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -65,7 +66,11 @@ class ManualFsdpLayout(Layout):
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
         super().__init__(whole.mesh, whole.rules)
         self.replicated, self.sizes = whole, sizes
-        self.rings, self.gradient_dtype, self.room = whole.per_axis_reduce_scatter, whole.gradient_dtype, whole.room
+        self.per_axis_reduce_scatter, self.gradient_dtype, self.room = (
+            whole.per_axis_reduce_scatter,
+            whole.gradient_dtype,
+            whole.room,
+        )
         self.batch = whole.mesh_axes("batch")
         """Mesh axes that split examples."""
 

@@ -123,11 +123,14 @@ class Layout:
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """The mean of x over the devices that split examples: x, but inside of `manual.Manual`, where it is of this device's alone."""
+        """Return the mean of x over the devices that split examples.
+
+        That is x itself, except inside of `manual.ManualFsdpLayout`, where x is of this device's examples alone.
+        """
         return x
 
     def gather(self, w: jax.Array, axes: Axes) -> jax.Array:
-        """A parameter as a product takes it: w. Inside of `manual.Manual`, which has all that follows by hand, w is a part.
+        """A parameter as a product takes it: w. Inside of `manual.ManualFsdpLayout`, which has all that follows by hand, w is a part.
 
         Args:
             w: as it is stored.

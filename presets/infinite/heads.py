@@ -62,7 +62,7 @@ class Output:
         sampled: G N.
         coordinates: that the stream has before.
         rng: where from.
-        responses: see `mupax.presets.infinite.dice.Dice`.
+        responses: see `mupax.presets.infinite.dice.LazyGaussian`.
     """
 
     def __init__(self, sampled: int, coordinates: int, rng: np.random.Generator, *, responses: bool) -> None:

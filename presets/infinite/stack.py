@@ -68,7 +68,7 @@ class Stack:
         classes: C.
         draws: networks D.
         rng: where from.
-        responses: see `Dice`.
+        responses: see `LazyGaussian`.
         dtype: of all numbers; float32 halves memory and time.
     """
 

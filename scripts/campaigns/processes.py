@@ -186,13 +186,13 @@ FAILURES = (
     Failure("full disk for one save", "File too large", full(1), passes=True, phases=("saving",)),
     Failure("raises before orbax saves", _BROKEN, raising(*_SAVE, 2), phases=("saving",)),
     Failure("raises after orbax has begun", _BROKEN, raising(*_SAVE, 2, before=False), phases=("saving",)),
-    Failure("raises in data", _BROKEN, raising("mupax.train.parallel.sharding", "Feed.put", 12)),
+    Failure("raises in data", _BROKEN, raising("mupax.train.parallel.sharding", "BatchSharding.shard_batch", 12)),
     Failure("raises in the compiler", _BROKEN, raising(_PROGRAM, "Program.compile_train"), phases=("compiling",)),
     Failure("aborts in the compiler", "aborted by a library", aborting(_PROGRAM, "Program.compile_train"), dies=True, phases=("compiling",)),
     Failure("other code", "run the same code on all hosts", other("code", "train/core/step.py"), code=2, phases=("starting",)),
     Failure("other flags", "start all processes with the same flags", other("config", "seed"), code=2, phases=("starting",)),
     Failure("other XLA flags", "set the same in all processes", other("environment", "XLA_FLAGS"), code=2, phases=("starting",)),
-    Failure("slow data", "", slow("mupax.train.parallel.sharding", "Feed.put", 12, 12.0), passes=True),
+    Failure("slow data", "", slow("mupax.train.parallel.sharding", "BatchSharding.shard_batch", 12, 12.0), passes=True),
     Failure(
         "slow compiler", "", slow(_PROGRAM, "Program.compile_train", 1, 40.0), passes=True, phases=("compiling",)
     ),

@@ -102,7 +102,7 @@ class Gathered(Mixer):
 
     layout: Layout = ONE_DEVICE
 
-    def reading(self, images_BHWC: jax.Array) -> ReadoutInputs:
+    def readout_inputs(self, images_BHWC: jax.Array) -> ReadoutInputs:
         h_BPD = self.embed(images_BHWC)
         h_BPD = residual_stack(self.block, h_BPD, self.config.depth, self.config.compute, layout=self.layout)
         return ReadoutInputs(jnp.mean(self.norm(h_BPD), axis=1), self.readout[...])

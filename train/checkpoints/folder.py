@@ -28,8 +28,8 @@ from mupax.train.checkpoints import layout
 from mupax.train.checkpoints.layout import (
     DamagedError,
     ForeignError,
-    MarkerCommit,
     Manifest,
+    MarkerCommit,
     RenameCommit,
     aside,
     counts,

@@ -3,9 +3,9 @@
 What is not whole yet, what is being deleted and what was set aside do not count. A checkpoint without its whole manifest does
 not exist.
 
-Where folders can be renamed (`Renamed`), a checkpoint is written as STEP.saving and gets its name when it is whole; one that
+Where folders can be renamed (`RenameCommit`), a checkpoint is written as STEP.saving and gets its name when it is whole; one that
 is deleted loses its name first; a damaged one is moved to set-aside/. In a bucket, and in some that are mounted, they cannot
-(`InPlace`): a checkpoint is written where it stays, and its manifest, which comes last and goes first, makes it one. An empty
+(`MarkerCommit`): a checkpoint is written where it stays, and its manifest, which comes last and goes first, makes it one. An empty
 file STEP.saving says that it is being written or deleted, and damaged.json in it that it was set aside.
 
 It holds config.json as it then was, with the name of the run, and two lists of digests (xxh3_128, which finds accidents and

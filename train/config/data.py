@@ -6,7 +6,8 @@ import dataclasses
 import importlib
 import math
 import re
-from typing import Annotated, Literal, NamedTuple
+import warnings
+from typing import Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
 
@@ -49,6 +50,13 @@ class DataKind(NamedTuple):
     prepare: str | None = None
     """module:function that writes the data to disk before a run, for `mupax data prepare`: (data_dir, note). None where a run
     reads the data as it starts."""
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Source":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Source is deprecated; write DataKind", DeprecationWarning, stacklevel=2)
+    return DataKind
 
 
 _FOLDER = "mupax.train.data.sources"

@@ -169,7 +169,7 @@ def options(work: ReadoutShape) -> list[LossImplementation]:
 
 
 def cross_entropy(
-    reading: ReadoutInputs,
+    readout_inputs: ReadoutInputs,
     targets: jax.Array,
     weights: jax.Array,
     *,
@@ -183,7 +183,7 @@ def cross_entropy(
     """Return the summed cross-entropy (nats) of a readout, and the sums of metrics.
 
     Args:
-        reading: of the model, features [B, D] or [B, T, D].
+        readout_inputs: of the model, features [B, D] or [B, T, D].
         targets: int32, one per feature vector.
         weights: float32, 0 where a target does not count; no gradient is taken with respect to them.
         how: plain keeps all logits; chunked never does, and computes them for a few tokens at a time; vocab for a part of the
@@ -196,24 +196,24 @@ def cross_entropy(
         layout: how arrays lie on devices.
     """
     axes = ("embed", "vocab" if targets.ndim == 2 else "classes")
-    plan = _plan(reading, targets, axes, layout)
+    plan = _plan(readout_inputs, targets, axes, layout)
     how = "plain" if labels is not None else how
     option = options(plan.work)[0] if how == "auto" else way(plan.work, how)
     if option.kind == "plain" or not plan.scattered:
-        reading = reading._replace(weight=layout.gather(reading.weight, axes))
+        readout_inputs = readout_inputs._replace(weight=layout.gather(readout_inputs.weight, axes))
         reference = reference and reference._replace(weight=layout.gather(reference.weight, axes))
     if option.kind == "plain":
-        logits = reading.logits(layout)
+        logits = readout_inputs.logits(layout)
         if reference is not None:
             logits = logits - jax.lax.stop_gradient(reference.logits(layout))
         return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
     plan = dataclasses.replace(
         plan,
         by_vocab=option.kind == "vocab",
-        exp_parts=option.exp_parts if reading.cap is None else 0,
+        exp_parts=option.exp_parts if readout_inputs.cap is None else 0,
         metrics=metrics,
     )
-    return _in_parts(plan, LossInputs(reading, reference, targets, jax.lax.stop_gradient(weights), z_loss))
+    return _in_parts(plan, LossInputs(readout_inputs, reference, targets, jax.lax.stop_gradient(weights), z_loss))
 
 
 def cross_entropy_from_logits(
@@ -301,8 +301,8 @@ class _Plan:
         return self.work.rows
 
 
-def _plan(reading: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], layout: Layout) -> _Plan:
-    width, vocab = reading.features.shape[-1], reading.weight.shape[1]
+def _plan(readout_inputs: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], layout: Layout) -> _Plan:
+    width, vocab = readout_inputs.features.shape[-1], readout_inputs.weight.shape[1]
     # An axis that does not divide its dimension stays whole, as do mesh axes that split tokens already.
     tokens = tuple(
         axis if size % layout.num_shards(axis) == 0 else None
@@ -312,7 +312,7 @@ def _plan(reading: ReadoutInputs, targets: jax.Array, axes: tuple[str, str], lay
     rows = targets.size // math.prod(layout.num_shards(axis) for axis in tokens)
     scattered, shared = layout.readout(axes, width, summed)
     column = None if vocab % layout.num_shards(axes[1]) or set(layout.mesh_axes(axes[1])) & set(summed) else axes[1]
-    columns, itemsize = vocab // layout.num_shards(column), reading.features.dtype.itemsize
+    columns, itemsize = vocab // layout.num_shards(column), readout_inputs.features.dtype.itemsize
     work = ReadoutShape(rows, columns, width, itemsize, layout.platform, layout.device_kind, layout.room)
     return _Plan(layout, work, tokens, column, summed, scattered, shared, layout.mesh_axes(column))
 
@@ -327,7 +327,7 @@ def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[Loss
     def local(inputs: LossInputs) -> tuple[LossSums, ReadoutInputs | None]:
         return on_one(plan, inputs, with_grads)
 
-    inputs = inputs._replace(reading=_in_product_type(inputs.readout_inputs))
+    inputs = inputs._replace(readout_inputs=_in_product_type(inputs.readout_inputs))
     if inputs.reference is not None:
         inputs = inputs._replace(reference=_in_product_type(inputs.reference))
     token_axes: Any = plan.tokens
@@ -344,12 +344,12 @@ def _on_devices(plan: _Plan, inputs: LossInputs, with_grads: bool) -> tuple[Loss
     return plan.layout.local(local, (input_axes,), (sums_axes, grads_axes))(inputs)
 
 
-def _in_product_type(reading: ReadoutInputs) -> ReadoutInputs:
-    return reading._replace(weight=reading.weight.astype(reading.features.dtype))
+def _in_product_type(readout_inputs: ReadoutInputs) -> ReadoutInputs:
+    return readout_inputs._replace(weight=readout_inputs.weight.astype(readout_inputs.features.dtype))
 
 
-def _axes_of(plan: _Plan, reading: ReadoutInputs) -> Any:
-    """Return the logical axes of every array that a reading has, as a `Reading`."""
+def _axes_of(plan: _Plan, readout_inputs: ReadoutInputs) -> Any:
+    """Return the logical axes of every array that a readout's inputs have, as `ReadoutInputs`."""
     axes = {
         "features": (*plan.tokens, None),
         "weight": ("embed" if plan.scattered else None, plan.vocab),
@@ -357,7 +357,7 @@ def _axes_of(plan: _Plan, reading: ReadoutInputs) -> Any:
         "bias": (plan.vocab,),
         "cap": (),
     }
-    present = {name: axes[name] for name, array in reading._asdict().items() if array is not None}
+    present = {name: axes[name] for name, array in readout_inputs._asdict().items() if array is not None}
     absent = dict.fromkeys(ReadoutInputs._fields)
     return ReadoutInputs(**{**absent, **present})
 
@@ -378,8 +378,8 @@ def _forward(plan: _Plan, inputs: LossInputs) -> tuple[LossSums, ReadoutInputs]:
 
 
 def _backward(plan: _Plan, grads: ReadoutInputs, cotangent: LossSums) -> tuple[LossInputs]:
-    of_reading = jax.tree.map(lambda grad: (cotangent.loss * grad).astype(grad.dtype), grads)
-    return (LossInputs(of_reading, reference=None, targets=None, weights=None, z_loss=None),)  # pyright: ignore[reportArgumentType]
+    readout_grads = jax.tree.map(lambda grad: (cotangent.loss * grad).astype(grad.dtype), grads)
+    return (LossInputs(readout_grads, reference=None, targets=None, weights=None, z_loss=None),)  # pyright: ignore[reportArgumentType]
 
 
 _in_parts.defvjp(_forward, _backward)

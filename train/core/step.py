@@ -27,6 +27,7 @@ from mupax.train.core.optimizer import apply_gradients
 from mupax.train.core.state import Batch, StepInputs, TrainState, averaged, shardings_of
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import Arrays, Definition
+from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:
@@ -179,7 +180,8 @@ def batch_sums(
     context = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights", "labels")}
     chex.assert_equal_shape([targets, weights])
     model = definition.model(params, run.factors.multiplier, run.factors.forward, layout=layout)
-    if not hasattr(model, "reading"):  # not one of the zoo's
+    read = readout_method(model)
+    if read is None:  # not one of the zoo's
         logits = logits_of(definition, params, run, inputs, layout=layout, **context)
         chex.assert_shape(logits, (*targets.shape, None))
         return cross_entropy_from_logits(logits, targets, weights, labels, z_loss, metrics)
@@ -187,11 +189,13 @@ def batch_sums(
     if run.reference is not None:
         whole = {name: x for name, x in context.items() if name != "scales"}
         initial = definition.model(run.reference, run.factors.multiplier, run.factors.forward, layout=layout)
-        reference = initial.reading(inputs, **whole)._replace(routing=None)
-    reading = model.reading(inputs, **context)
-    routing = reading.routing
+        read_initial = readout_method(initial)
+        assert read_initial is not None  # it is of the same class
+        reference = read_initial(inputs, **whole)._replace(routing=None)
+    readout_inputs = read(inputs, **context)
+    routing = readout_inputs.routing
     sums = cross_entropy(
-        reading._replace(routing=None),
+        readout_inputs._replace(routing=None),
         targets,
         weights,
         how=model.config.compute.cross_entropy,
@@ -263,7 +267,7 @@ def _summed_gradients(
 ) -> tuple[Arrays, LossSums]:
     """Return gradients of the summed loss, not yet divided by the number of targets, and the sums.
 
-    Under a `Manual` layout the gradients are already summed over devices; the sums are of this device's examples.
+    Under a `ManualFsdpLayout` the gradients are already summed over devices; the sums are of this device's examples.
     """
     trained = {name: w for name, w in params.items() if name in run.factors.lr}
     metrics = on_devices(training=True)
@@ -301,7 +305,7 @@ def make_train_step(
     accumulation_steps: int = 1,
     layout: Layout = ONE_DEVICE,
 ) -> Callable[[TrainState, StepInputs, Batch], tuple[TrainState, dict[str, jax.Array]]]:
-    """(state, inputs, batch) -> (state, metrics). A step that `judge` rejects leaves all but its counters as they were.
+    """(state, inputs, batch) -> (state, metrics). A step that `check_step` rejects leaves all but its counters as they were.
 
     metrics: loss (mean nats per target, before the update), means over the targets of `METRICS` that are measured in training
     (accuracy), grad_norm (before clipping), lr (peak x schedule), weight (targets counted), float32 []; of a model with experts

@@ -156,7 +156,7 @@ class MeshLayout(Layout):
         self, mesh: Mesh, rules: Rules = DEFAULT, *, rings: bool = False, gradient_dtype: str | None = None
     ) -> None:
         super().__init__(mesh, rules)
-        self.rings, self.gradient_dtype = rings, gradient_dtype
+        self.per_axis_reduce_scatter, self.gradient_dtype = rings, gradient_dtype
 
     @property
     def replicated(self) -> NamedSharding:

@@ -112,7 +112,7 @@ def outline(path: Path) -> ModelDescription:
 
 
 def _text_settings(folder: Path, model: ModelConfig, record: Any, ids: Mapping[str, Any]) -> dict[str, Any]:
-    """Return data.tokenizer and data.separator of weights without a run, by their names in `Outline`."""
+    """Return data.tokenizer and data.separator of weights without a run, by their names in `ModelDescription`."""
     from mupax.train.reuse.huggingface import tokenizer_files
 
     file = folder / tokenizer_files.TOKENIZER

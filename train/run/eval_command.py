@@ -122,7 +122,9 @@ def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
 
 
 def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[], Any]) -> Any:
-    """The `saved_run.Trained` to measure, or `pretrained.Weights`, its config with the flags of a run that a measurement reads (`READ`).
+    """Return the `saved_run.LoadedRun` or `pretrained.LoadedWeights` to measure.
+
+    Its config has the flags of a run that a measurement reads (`READ`).
 
     Args:
         command: its name, for messages.
@@ -190,7 +192,7 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     """The scores of a checkpoint, and on what they were measured.
 
     Args:
-        saved: a `mupax.train.checkpoints.saved_run.Trained`, whose config names the data.
+        saved: a `mupax.train.checkpoints.saved_run.LoadedRun`, whose config names the data.
         console: told what takes time.
         skip_sets: leave out the further evaluation sets that cannot be opened, instead of an error.
 

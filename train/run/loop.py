@@ -34,8 +34,8 @@ from mupax.train.run.report import finish
 from mupax.train.run.results import Prefetch, Report
 from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, RunContext, runtime
 from mupax.train.run.start import (
-    StartState,
     CompiledRun,
+    StartState,
     check_state,
     compiled,
     load_data,

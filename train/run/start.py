@@ -48,7 +48,7 @@ class StartState:
     Attributes:
         state: whose arrays the first step takes over.
         step: optimizer steps done.
-        keeps_rows: whether metrics up to that step are there already, and kept.
+        keep_metrics: whether metrics up to that step are there already, and kept.
         evaluated: whether nothing is left to evaluate at that step.
     """
 

@@ -11,7 +11,7 @@ from mupax.config_fields import Affects
 from mupax.presets.matrices import MATRICES
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.families import ConfigError, TokenModel
-from mupax.zoo.transformer import RopeScaling, AttentionSpec, TransformerConfig
+from mupax.zoo.transformer import AttentionSpec, RopeScaling, TransformerConfig
 
 _ROTARY = {"model.positions": "rotary"}
 _WINDOWED = {**_ROTARY, "model.window": 5}

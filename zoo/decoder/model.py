@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         )
         if implementation != "ring":
             h_BTD, routing = run_stack(self.block, h_BTD, config.depth, config.compute, *context, layout=layout)
-            return self._reading(h_BTD, routing)
+            return self._readout_inputs(h_BTD, routing)
         from mupax.zoo.layers.ring import ring
 
         # Positions are in zig-zag within the stack alone, so that they move once and not in every layer.
@@ -121,13 +121,13 @@ class Decoder(nnx.Module):
         h_BTD, *context = ring.zigzag(h_BTD, *context, layout=layout)
         h_BTD, routing = run_stack(block, h_BTD, config.depth, config.compute, *context, layout=moved)
         (h_BTD,) = ring.zigzag(h_BTD, layout=layout, back=True)
-        return self._reading(h_BTD, routing)
+        return self._readout_inputs(h_BTD, routing)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The residual stream's last layer, [B, T, D], to float32 logits [B, T, V]."""
-        return self._reading(h_BTD).logits(self.layout)
+        return self._readout_inputs(h_BTD).logits(self.layout)
 
-    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
+    def _readout_inputs(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
         bias = None if self.readout_bias is None else self.readout_bias[...]
         cap = None if self.config.logit_softcap is None else jnp.float32(self.config.logit_softcap)
         if self.readout is not None:

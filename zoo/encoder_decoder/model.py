@@ -338,14 +338,14 @@ class EncoderDecoder(StackInputOutput):
         return self.readout_inputs(inputs, input_mask, decoder_inputs).logits(self.layout)
 
     def readout_inputs(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> ReadoutInputs:
-        """The same as a `Reading`.
+        """The same as a `ReadoutInputs`.
 
         Args:
             inputs, input_mask, decoder_inputs: as of a call.
         """
         h_BTD, context = self.begin(inputs, input_mask, decoder_inputs)
         h_BTD = residual_stack(self.block, h_BTD, self.config.depth, self.config.compute, *context, layout=self.layout)
-        return self._reading(h_BTD)
+        return self._readout_inputs(h_BTD)
 
     def begin(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> tuple[jax.Array, Any]:
         """The decoder's first layer, [B, T, D], and what each of its blocks takes beside the stream.
@@ -413,9 +413,9 @@ class EncoderDecoder(StackInputOutput):
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
         """The decoder's last layer, [B, T, D], to float32 logits [B, T, V]."""
-        return self._reading(h_BTD).logits(self.layout)
+        return self._readout_inputs(h_BTD).logits(self.layout)
 
-    def _reading(self, h_BTD: jax.Array) -> ReadoutInputs:
+    def _readout_inputs(self, h_BTD: jax.Array) -> ReadoutInputs:
         if self.readout is not None:
             return ReadoutInputs(self.norm(h_BTD), self.readout[...])
         assert self.tied_readout is not None

@@ -30,7 +30,7 @@ class Attention(nnx.Module):
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.sights, self.turns = (
+        self.attention_specs, self.turns = (
             config.attention_specs,
             tuple(config.rotary_of(sight) for sight in config.attention_specs),
         )
@@ -52,7 +52,7 @@ class Attention(nnx.Module):
 
     def at(self, place: int) -> None:
         """Be the attention of layers at this place of the period."""
-        self.causal, self.window, self.cap = self.sights[place]
+        self.causal, self.window, self.cap = self.attention_specs[place]
         self.rope_theta, self.rope_scaling = self.turns[place]
 
     def heads(self, x_BTD: jax.Array, start: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -239,7 +239,7 @@ class Block(nnx.Module):
     @property
     def period(self) -> int:
         """Layers after which what attention sees begins anew."""
-        return len(self.attention.sights)
+        return len(self.attention.attention_specs)
 
     def at(self, layer: int) -> Block:
         """This block as that of a layer, whose place within the period counts."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -154,6 +155,32 @@ class ReadoutInputs(NamedTuple):
             logits: of `logits`.
         """
         return slope if self.cap is None else slope * (1 - jnp.square(logits / self.cap))
+
+
+def readout_method(model: Any) -> Callable[..., ReadoutInputs] | None:
+    """Return the method by which a model gives `ReadoutInputs`, or None where a loss has only its logits.
+
+    Args:
+        model: A module or its class. A method `reading`, as it was called before, is used too, and warns.
+    """
+    if hasattr(model, "readout_inputs"):
+        return model.readout_inputs
+    if not hasattr(model, "reading"):
+        return None
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
+    warnings.warn(
+        f"{name}.reading is deprecated; call the method readout_inputs, which returns ReadoutInputs",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return model.reading
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Reading":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("Reading is deprecated; write ReadoutInputs", DeprecationWarning, stacklevel=2)
+    return ReadoutInputs
 
 
 class Norm(nnx.Module):

@@ -87,12 +87,12 @@ class ViT(nnx.Module):
             scale_BL2=scales,
             layout=self.layout,
         )
-        return self._reading(h_BTD, routing)
+        return self._readout_inputs(h_BTD, routing)
 
     def read(self, h_BTD: jax.Array) -> jax.Array:
-        return self._reading(h_BTD).logits(self.layout)
+        return self._readout_inputs(h_BTD).logits(self.layout)
 
-    def _reading(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
+    def _readout_inputs(self, h_BTD: jax.Array, routing: Routing | None = None) -> ReadoutInputs:
         features_BD, weight = self._pooled(self.norm(h_BTD)), self.readout[...]
         if self.pre_logits is not None:
             w = self.pre_logits[...]

@@ -82,9 +82,11 @@ def without_factors(program: Program) -> jax.stages.Compiled:
 
     def loss_of(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
         model: Any = definition.bind(params, constants, layout=program.layout)  # pyright: ignore[reportArgumentType]
-        reading = model.reading(batch["inputs"])
+        readout_inputs = model.readout_inputs(batch["inputs"])
         measured = on_devices(training=True)
-        sums = cross_entropy(reading, batch["targets"], batch["weights"], metrics=measured, layout=program.layout)
+        sums = cross_entropy(
+            readout_inputs, batch["targets"], batch["weights"], metrics=measured, layout=program.layout
+        )
         return sums.loss / sums.weight, sums.metrics["accuracy"] / sums.weight
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mupax.presets.infinite.heads import Trajectory, OneBlock
+from mupax.presets.infinite.heads import OneBlock, Trajectory
 
 
 def train(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mupax.presets.infinite import heads
-from mupax.presets.infinite.heads import Trajectory, OneBlock
+from mupax.presets.infinite.heads import OneBlock, Trajectory
 from scripts.figures.infinite import one_block
 
 STEPS, SEEDS = 4, 64

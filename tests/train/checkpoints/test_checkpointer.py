@@ -78,7 +78,7 @@ def untrained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int | None]]:
 
     def end_at_once(session: Any, position: Any) -> Any:
         assert int(position.state.step) == position.step
-        starts.append((position.step, position.step if position.keeps_rows else None))
+        starts.append((position.step, position.step if position.keep_metrics else None))
         return position.state
 
     monkeypatch.setattr(loop, "train_with_rollbacks", end_at_once)

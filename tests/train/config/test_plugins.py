@@ -51,7 +51,7 @@ PRESETS["own-preset"] = own_preset
 """
 BARS = """
 import numpy as np
-from mupax.train.config.data import SOURCES, Source
+from mupax.train.config.data import SOURCES, DataKind
 from mupax.train.data import cache, images
 
 class Bars:
@@ -71,7 +71,7 @@ def bars(config, model, seed, note):
         config, Bars(), Bars(), views=views, seed=seed, class_names=["level", "upright"], facts=facts
     )
 
-SOURCES["own-bars"] = Source("own_bars:bars", task="images", reads=frozenset())
+SOURCES["own-bars"] = DataKind("own_bars:bars", task="images", reads=frozenset())
 """
 PIXELS = """
 import dataclasses

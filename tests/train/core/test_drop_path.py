@@ -79,7 +79,7 @@ def test_a_block_left_out_passes_the_stream_on() -> None:
     model = VIT.module(nnx.Rngs(0))
     images = jnp.asarray(batch()["inputs"])
     times = jnp.ones((8, 3, 2)).at[:4, 2].set(0.0)
-    read = nnx.jit(lambda model, times: model.reading(images, times).logits())
+    read = nnx.jit(lambda model, times: model.readout_inputs(images, times).logits())
     some, whole = read(model, times), read(model, jnp.ones_like(times))
     np.testing.assert_allclose(some[4:], whole[4:], rtol=1e-6)
     for name in ("attention.out", "attention.out_bias", "mlp.down", "mlp.down_bias"):

@@ -263,7 +263,7 @@ def test_the_state_is_given_away() -> None:
 
 
 def chosen(keep: jax.Array, update: Any, before: tuple, **_: Any) -> tuple:
-    """Choose every number of the state by itself, as `applied` does on accelerators."""
+    """Choose every number of the state by itself, as `apply_if` does on accelerators."""
     return jax.tree.map(lambda new, old: jnp.where(keep, new, old), update(*before), before)
 
 
@@ -274,7 +274,7 @@ def test_a_step_moves_the_state_where_it_lies_and_to_the_same_bits(monkeypatch: 
     batches, runs = [good, {**good, "weights": 0 * good["weights"]}, batch_of(seed=1)], []
     shapes = {f"f32[{','.join(map(str, leaf.shape))}]" for leaf in program.abstract.params.values() if leaf.ndim > 1}
     for way in (core_state.apply_if, chosen):
-        monkeypatch.setattr(core_state, "applied", way)
+        monkeypatch.setattr(core_state, "apply_if", way)
         train = program.trace_train().lower().compile(compiler_options={**FUSIONS_OF_USERS})
         copies = sum(shape in shapes for shape in re.findall(r"= (\w+\[[\d,]*\])\S* copy\(", str(train.as_text())))
         states, told = [program.initial_state()], []

@@ -37,8 +37,8 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
         with_grads: whether gradients are computed, too.
     """
     chunks = math.ceil(plan.rows / plan.work.chunk)
-    reading, reference = inputs.reading, inputs.reference
-    reading = reading._replace(weight=all_gather(reading.weight, plan.scattered, 0))
+    readout_inputs, reference = inputs.readout_inputs, inputs.reference
+    readout_inputs = readout_inputs._replace(weight=all_gather(readout_inputs.weight, plan.scattered, 0))
     if reference is not None:
         reference = reference._replace(weight=all_gather(reference.weight, plan.scattered, 0))
 
@@ -51,7 +51,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
 
     def add(total: tuple[LossSums, ReadoutInputs | None], chunk: _Chunk) -> tuple[Any, jax.Array | None]:
         sums, grads = total
-        read = reading._replace(features=chunk.features)
+        read = readout_inputs._replace(features=chunk.features)
         start = None if reference is None else reference._replace(features=chunk.reference)
         statistics, of_chunk = _of_chunk(plan, read, start, chunk, with_grads, inputs.z_loss)
         sums = jax.tree.map(jnp.add, sums, sums_of(statistics, chunk.weights, plan.metrics, inputs.z_loss))
@@ -60,13 +60,13 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
         grads = jax.tree.map(jnp.add, grads, of_chunk._replace(features=None))  # pyright: ignore[reportArgumentType]
         return (sums, grads), of_chunk.features
 
-    width = reading.features.shape[-1]
+    width = readout_inputs.features.shape[-1]
     grads = None
     if with_grads:
-        readout = reading._replace(features=None, cap=None)  # pyright: ignore[reportArgumentType]
+        readout = readout_inputs._replace(features=None, cap=None)  # pyright: ignore[reportArgumentType]
         grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), readout)
     tokens = _Chunk(
-        features=cut(reading.features, width),
+        features=cut(readout_inputs.features, width),
         reference=None if reference is None else cut(reference.features, width),
         targets=cut(inputs.targets),
         weights=cut(inputs.weights),
@@ -76,7 +76,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
     sums = _psum(sums, plan.summed)
     if grads is None or by_chunk is None:
         return sums, None
-    features = by_chunk.reshape(-1, width)[: plan.rows].reshape(reading.features.shape)
+    features = by_chunk.reshape(-1, width)[: plan.rows].reshape(readout_inputs.features.shape)
     weight = reduce_scatter(_psum(grads.weight, plan.shared), plan.scattered, 0, layout=plan.layout)
     scale, bias = _psum((_psum(grads.scale, plan.over_vocab), grads.bias), plan.summed)
     return sums, ReadoutInputs(_psum(features, plan.over_vocab), weight, scale, bias)
@@ -84,7 +84,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
 
 def _of_chunk(
     plan: Any,
-    reading: ReadoutInputs,
+    readout_inputs: ReadoutInputs,
     reference: ReadoutInputs | None,
     chunk: _Chunk,
     with_grads: bool,
@@ -92,7 +92,7 @@ def _of_chunk(
 ) -> tuple[TokenStatistics, ReadoutInputs | None]:
     """Return the statistics of a chunk's tokens, and the gradients of this device's part of the vocabulary."""
     targets_N, weights_N = chunk.targets, chunk.weights
-    own_NV = logits_NV = reading.logits(plan.layout)
+    own_NV = logits_NV = readout_inputs.logits(plan.layout)
     if reference is not None:
         logits_NV = logits_NV - reference.logits(plan.layout)
     columns = logits_NV.shape[1]
@@ -118,17 +118,17 @@ def _of_chunk(
     probability_NV = exp_NV / exp_N[:, None]
     if z_loss is not None:  # d logsumexp^2 = 2 logsumexp softmax
         probability_NV = probability_NV * (1 + 2 * z_loss * partition_N)[:, None]
-    slope_NV = reading.uncapped((probability_NV - label_NV) * weights_N[:, None], own_NV)
-    bias = None if reading.bias is None else jnp.sum(slope_NV, axis=0)
-    slope_NV = slope_NV.astype(reading.features.dtype)
+    slope_NV = readout_inputs.uncapped((probability_NV - label_NV) * weights_N[:, None], own_NV)
+    bias = None if readout_inputs.bias is None else jnp.sum(slope_NV, axis=0)
+    slope_NV = slope_NV.astype(readout_inputs.features.dtype)
     product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
-    features = product(slope_NV, reading.weight, (((1,), (1,)), ((), ())))
-    weight = product(reading.features, slope_NV, (((0,), (0,)), ((), ())))
+    features = product(slope_NV, readout_inputs.weight, (((1,), (1,)), ((), ())))
+    weight = product(readout_inputs.features, slope_NV, (((0,), (0,)), ((), ())))
     scale = None
-    if reading.scale is not None:
-        scale = jnp.sum(features * reading.features)
-        features, weight = reading.scale * features, reading.scale * weight
-    return statistics, ReadoutInputs(features.astype(reading.features.dtype), weight, scale, bias)
+    if readout_inputs.scale is not None:
+        scale = jnp.sum(features * readout_inputs.features)
+        features, weight = readout_inputs.scale * features, readout_inputs.scale * weight
+    return statistics, ReadoutInputs(features.astype(readout_inputs.features.dtype), weight, scale, bias)
 
 
 def _psum(tree: Any, names: tuple[str, ...]) -> Any:

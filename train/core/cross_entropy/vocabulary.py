@@ -41,11 +41,11 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
         inputs: `loss.LossInputs` of this device: targets and weights [B, T] or [B].
         with_grads: whether gradients are computed, too.
     """
-    reading, reference, z_loss = inputs.reading, inputs.reference, inputs.z_loss
-    features_ND = reading.features.reshape(plan.rows, -1)
+    readout_inputs, reference, z_loss = inputs.readout_inputs, inputs.reference, inputs.z_loss
+    features_ND = readout_inputs.features.reshape(plan.rows, -1)
     targets_N = inputs.targets.reshape(-1)
     weights_N = inputs.weights.reshape(-1)
-    columns = reading.weight.shape[1]
+    columns = readout_inputs.weight.shape[1]
     offset = columns * jax.lax.axis_index(plan.over_vocab) if plan.over_vocab else 0
     cuts = plan.work.parts
 
@@ -59,11 +59,11 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
             weight_DV, _ = jax.lax.optimization_barrier((weight_DV, after))
         weight_DV = all_gather(weight_DV, plan.scattered, 0)
         bias_V = None if of.bias is None else of.bias[cut]
-        x_ND = features_ND if of is reading else of.features.reshape(plan.rows, -1)
+        x_ND = features_ND if of is readout_inputs else of.features.reshape(plan.rows, -1)
         return ReadoutInputs(x_ND, weight_DV, of.scale, bias_V, cap=of.cap)
 
     def read_part(cut: slice, after: jax.Array | None = None) -> _Part:
-        read = part(reading, cut, after)
+        read = part(readout_inputs, cut, after)
         own_NV = logits_NV = read.logits(plan.layout)
         if reference is not None:
             logits_NV = logits_NV - part(reference, cut, after).logits(plan.layout)
@@ -132,11 +132,11 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
         slope_NV = probability_NV - label(cut)
         slope_NV = slope_NV * weights_N[:, None]
         slope_NV = (
-            slope_NV if own_NV is None else reading.uncapped(slope_NV, own_NV)
+            slope_NV if own_NV is None else readout_inputs.uncapped(slope_NV, own_NV)
         )  # no exponentials of capped ones are kept
-        bias = [] if reading.bias is None else [jnp.sum(slope_NV, axis=0)]
+        bias = [] if readout_inputs.bias is None else [jnp.sum(slope_NV, axis=0)]
         slope_NV = jax.lax.optimization_barrier(slope_NV.astype(features_ND.dtype))
-        weight_DV = part(reading, cut, slope_NV).weight if weight_DV is None else weight_DV
+        weight_DV = part(readout_inputs, cut, slope_NV).weight if weight_DV is None else weight_DV
         back_ND += product(slope_NV, weight_DV, (((1,), (1,)), ((), ())))
         row_DV = product(features_ND, slope_NV, (((0,), (0,)), ((), ())))
         # One part after the other: else the compiler adds up at the end, with every part's slope and product in memory.
@@ -149,11 +149,11 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
     back_ND, *rows = jax.lax.optimization_barrier((back_ND, *rows))
     back_ND, weight_DV = several(jax.lax.psum, back_ND), jnp.concatenate(rows, axis=1)
     scale, bias = None, None
-    if reading.bias is not None:
+    if readout_inputs.bias is not None:
         bias = jax.lax.psum(jnp.concatenate(biases), plan.summed) if plan.summed else jnp.concatenate(biases)
-    if reading.scale is not None:
+    if readout_inputs.scale is not None:
         scale = jnp.sum(back_ND * features_ND)
         scale = jax.lax.psum(scale, plan.summed) if plan.summed else scale
-        back_ND, weight_DV = reading.scale * back_ND, reading.scale * weight_DV
-    features = back_ND.astype(features_ND.dtype).reshape(reading.features.shape)
+        back_ND, weight_DV = readout_inputs.scale * back_ND, readout_inputs.scale * weight_DV
+    features = back_ND.astype(features_ND.dtype).reshape(readout_inputs.features.shape)
     return sums, ReadoutInputs(features, weight_DV, scale, bias)

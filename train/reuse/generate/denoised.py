@@ -35,7 +35,7 @@ def rewriter(program: Program, ids: SpecialIds, params: Arrays, inputs: StepInpu
         ids: of its data.
         params: of the model.
         inputs: the program's numbers.
-        **options: further ones of `Rewriter`.
+        **options: further ones of `Seq2SeqGenerator`.
     """
     start = ids.eos if program.config.data.noise == "infilling" else ids.pad
     return Seq2SeqGenerator(program, params, inputs, start=start, end=ids.eos, **options)

@@ -9,7 +9,7 @@ import numpy as np
 
 from mupax.train.config.record import text_of
 from mupax.train.config.run import Config
-from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, ScalingLaw, NoLaw
+from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, NoLaw, ScalingLaw
 from mupax.train.studies.forecast.law import AXES, best_rate, log_loss
 from mupax.train.studies.forecast.points import Setting, field_differences
 

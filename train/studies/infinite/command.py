@@ -39,7 +39,7 @@ PATHS = {
     **{name: f"block.{'mlp' if name in ('up', 'down') else 'attention'}.{name}" for name in BLOCK},
     **{name: name for name in ("patch", "position", "readout")},
 }
-"""What `Numbers` calls a parameter to its name in the zoo."""
+"""What `LimitConfig` calls a parameter to its name in the zoo."""
 SHARE = 4
 """A matrix is revealed along at most one in so many of its directions: its record of them is then as large as the matrix."""
 
@@ -258,7 +258,7 @@ def limit(
         heads: that stand for infinitely many.
         draws: independent networks Z, one after another.
         seed: of them.
-        responses: see `mupax.presets.infinite.dice.Dice`.
+        responses: see `mupax.presets.infinite.dice.LazyGaussian`.
         dtype: of the numbers.
     """
     wide = with_heads(config, heads)
@@ -298,7 +298,7 @@ def finite(config: Config, images: np.ndarray, targets: np.ndarray, *, seeds: in
     @jax.jit
     def look(params: Any, run: Any) -> tuple[jax.Array, jax.Array]:
         readings = [
-            definition.model(weights, run.factors.multiplier, run.factors.forward).reading(batch["inputs"])
+            definition.model(weights, run.factors.multiplier, run.factors.forward).readout_inputs(batch["inputs"])
             for weights in (params, run.reference)
             if weights is not None
         ]

@@ -18,7 +18,7 @@ from mupax.train.config.preset import preset_of, rules_of
 from mupax.train.config.record import command_of, differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
-from mupax.train.studies.forecast.fitted import ScalingLaw, NoLaw, fitted
+from mupax.train.studies.forecast.fitted import NoLaw, ScalingLaw, fitted
 from mupax.train.studies.forecast.points import METRICS, Points, Setting, field_differences
 from mupax.train.studies.forecast.predict import Prediction, predict
 from mupax.train.studies.plan import ranges

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from mupax.presets.roles import ParamSpec, PresetError, Role
 from mupax.train.studies.roles.attention import Attention, attentions
 from mupax.train.studies.roles.flow import ADDS, Flow
-from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, Place, OperandUse
+from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, OperandUse, Place
 from mupax.train.studies.roles.matrices import FIXED, Constraint, Matrices, Refusal, split_names
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})

@@ -22,6 +22,7 @@ from mupax.train.studies.roles.graph import Graph, Node, fresh
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.functional.tree import named_leaves
+from mupax.zoo.layers.linear import readout_method
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -273,11 +274,11 @@ def loss_of(
     def loss(params: Mapping[str, Any], batch: Mapping[str, Any]) -> jax.Array:
         module: Any = model.bind(params, ones, layout=layout)
         inputs = {name: x for name, x in batch.items() if name not in ("inputs", "targets", "weights")}
-        reader = getattr(module, "reading", None)
-        if reader is None:
+        read = readout_method(module)
+        if read is None:
             return cross_entropy_from_logits(module(batch["inputs"], **inputs), batch["targets"], batch["weights"]).loss
-        reading = reader(batch["inputs"], **inputs)
-        sums = cross_entropy(reading, batch["targets"], batch["weights"], how="plain", layout=layout)
+        readout_inputs = read(batch["inputs"], **inputs)
+        sums = cross_entropy(readout_inputs, batch["targets"], batch["weights"], how="plain", layout=layout)
         return sums.loss if sums.routing is None else sums.loss + sums.routing.penalty
 
     return loss

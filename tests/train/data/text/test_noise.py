@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from mupax.train.data import show
 from mupax.train.data.interface import DataError
-from mupax.train.data.text.noise import Infilling, Lengths, CorruptedBatch, Sentinels, permuted
+from mupax.train.data.text.noise import CorruptedBatch, Infilling, Lengths, Sentinels, permuted
 from mupax.train.data.text.tokenizer import Bytes, Subwords
 from mupax.train.data.text.vocabulary import Sentences, SpecialIds, special_ids
 

@@ -12,7 +12,7 @@ from mupax.train.config import sizes
 from mupax.train.config.recipes.laptop import lm_tiny
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import fitted as fits
-from mupax.train.studies.forecast.fitted import ScalingLaw, NoLaw, fitted, parameters
+from mupax.train.studies.forecast.fitted import NoLaw, ScalingLaw, fitted, parameters
 from mupax.train.studies.forecast.points import Points, Setting
 from mupax.train.studies.forecast.predict import Prediction, predict
 
