@@ -92,9 +92,9 @@ class Table(PresetFlags, RunFlags):
         if self.json:
             return print_json(rows if self.joint == "none" else {"parameters": rows, "joint": far})
         title = f"{self.model} under {preset.describe()}, {self.optimizer}, {self.decay} decay"
-        print(
-            terminal.wrapped(title), table.text(rows), terminal.wrapped(table.forward_text(preset, sizes)), sep="\n\n"
-        )
+        print(terminal.wrapped(title), table.text(rows), sep="\n\n")
+        if forward := table.forward_text(preset, sizes):
+            print(f"\n{terminal.wrapped(forward)}")
         for caution in preset.cautions(sizes, self.optimizer):
             terminal.say(f"caution: {caution}")
         if self.joint != "none":

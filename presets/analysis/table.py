@@ -47,17 +47,25 @@ def rows(
 
 
 def forward_text(preset: Preset, sizes: Mapping[str, int]) -> str:
-    """What multiplies activations, in a sentence: attention logits, and residual branches and skips of first and last block by stack.
+    """Return what multiplies activations, in a sentence.
+
+    It has the scale of attention logits, and those of residual branches and skips in the first and last block of every stack:
+    of a model without heads and without blocks nothing.
 
     Args:
-        preset: whose forward pass.
-        sizes: of every logical axis of the model.
+        preset: The preset of the forward pass.
+        sizes: Size of every logical axis of the model.
     """
-    logits = f"attention logits x {preset.logit_scale(sizes):.4g}"
-    if ENCODER.axis not in sizes:
-        return f"{logits}, {_branches(preset, sizes, OWN)}"
-    stacks = {"of the encoder": ENCODER, "of the decoder": CROSSED}
-    return f"{logits}; " + "; ".join(f"{name} {_branches(preset, sizes, stack)}" for name, stack in stacks.items())
+    parts = []
+    if "head_dim" in sizes:
+        parts.append(f"attention logits x {preset.logit_scale(sizes):.4g}")
+    if ENCODER.axis in sizes:
+        parts.append(f"of the encoder {_branches(preset, sizes, ENCODER)}")
+        parts.append(f"of the decoder {_branches(preset, sizes, CROSSED)}")
+        return "; ".join(parts)
+    if OWN.axis in sizes:
+        parts.append(_branches(preset, sizes, OWN))
+    return ", ".join(parts)
 
 
 def _branches(preset: Preset, sizes: Mapping[str, int], stack: Stack) -> str:

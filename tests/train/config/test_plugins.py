@@ -17,6 +17,7 @@ from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
 from mupax.train.config import record as config_record
 from mupax.train.config.data import SOURCES
+from mupax.train.config.metrics import METRICS
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import model_from_json
 from mupax.train.pods import topology
@@ -45,7 +46,7 @@ def own_preset():
     def rule(spec):
         return Rule(init_std=product(spec.fan_in) ** -0.5 if spec.fan_in else ONE, adam=ONE, sgd=ONE)
 
-    return Preset(name="own-preset", rule=rule, logits=axis("head_dim") ** -0.5, no_rule={"muon": "none", "lion": "none"})
+    return Preset(name="own-preset", rule=rule, logits=axis("head_dim") ** -0.5, no_rule={"muon": "none"})
 
 PRESETS["own-preset"] = own_preset
 """
@@ -135,7 +136,7 @@ RUNS = {
     "own_pixels": "own-recipe",
 }
 SOURCE_OF = {"own_sign": SIGN, "own_preset": PRESET, "own_bars": BARS, "own_pixels": PIXELS}
-TABLES = (OPTIMIZERS, PRESETS.data, SOURCES, FAMILIES, CONFIGS, RECIPES.data)
+TABLES = (OPTIMIZERS, PRESETS.data, SOURCES, FAMILIES, CONFIGS, RECIPES.data, METRICS)
 
 
 def forget(path: list[str]) -> None:

@@ -95,6 +95,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError, ConfigError, PresetError: what does not fit, before anything is trained.
     """
+    from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import over
 
     args, rest = command_line.parse_known(Tune, "mupax tune", cli.with_file_first(argv))
@@ -109,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
 
         tuned.check_before_training(args.save_tuned, config)
     if args.dry_run:
+        sweep.grouped([config], {})  # refuses what a search would refuse
         _dry_run(args, config, constants)
         return 0
     note_warmup(config.steps, config.scaled_optimizer.warmup_steps)
