@@ -10,8 +10,8 @@ JOBS ?= 3
 # A folder of tests: make quick PKG=zoo, PKG=train/data; those of presets need no JAX.
 PKG ?=
 
-# Tests of the compiled step, of meshes and of bitwise resume: those that LLVM's optimizations can change.
-USERS_XLA := tests/train/core tests/train/parallel tests/train/run/saves tests/zoo/layers
+# Tests of the compiled step, of meshes, of bitwise resume and of a whole run: those that LLVM's optimizations can change.
+USERS_XLA := tests/train/core tests/train/parallel tests/train/run/saves tests/zoo/layers tests/train/run/test_loop.py
 
 # Tests start hundreds of processes; each would compile every module anew where bytecode is not kept.
 unexport PYTHONDONTWRITEBYTECODE
@@ -65,8 +65,8 @@ schedulers: $(VENV)/.locked-dev ## Runs under a real SLURM, Open MPI and Ray; fi
 	scripts/launch/install_schedulers.sh $(BIN)/python .cache/schedulers
 	$(BIN)/python -m pytest -rs -m schedulers tests/scripts/launch
 
-core: $(VENV)/.locked-dev ## The quick tests that other Python and JAX versions must pass too; those of the step and of meshes with XLA as users have it
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m core $(addprefix --ignore=,$(USERS_XLA))
+core: $(VENV)/.locked-dev ## The cheap tests that other Python and JAX versions must pass too, and those of the step and of meshes with XLA as users have it
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m versions $(addprefix --ignore=,$(USERS_XLA))
 	XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=3" \
 		$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m core $(USERS_XLA)
 

@@ -112,7 +112,10 @@ def elsewhere(folder: Path) -> str:
 
 
 def main(
-    lr: str = "2^-9:2^-4:6", small: str = "--steps 150", large: str = "--steps 400", texts: int = 4000
+    lr: str = "2^-9:2^-4:6",
+    small: str = "--steps 150 --optimizer.warmup-steps 15",
+    large: str = "--steps 400",
+    texts: int = 4000,
 ) -> tuple[str, str | None]:
     """All of it, in the present folder; the likeliest text that the model writes here, and elsewhere: None without `transformers`.
 

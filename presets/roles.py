@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 from typing import Literal, NamedTuple
 
 from mupax.errors import MupaxError
@@ -203,7 +204,7 @@ class ParamSpec:
         """Whether the first axis counts the blocks of a residual stack, each with its own numbers."""
         return self.axes[:1] in ((OWN.axis,), (ENCODER.axis,))
 
-    @property
+    @functools.cached_property
     def copies(self) -> tuple[str, ...]:
         """Axes that count matrices of their own: blocks of a stack, and experts, but for the router, which scores them all."""
         experts = {"experts"} if self.role in EXPERTS or self.of in EXPERTS else set()
@@ -235,7 +236,7 @@ class ParamSpec:
         """Axes of the output: those that are neither summed over nor count matrices (`copies`)."""
         return tuple(axis for axis in self.axes if axis not in self.fan_in and axis not in self.copies)
 
-    @property
+    @functools.cached_property
     def group(self) -> str:
         """Name of the preset row, such as `block.query`, `encoder.block.query.bias`, `block.cross.query` or `readout`."""
         parts = [

@@ -63,7 +63,7 @@ class Power:
 
     def __mul__(self, other: Power | float) -> Power:
         if not isinstance(other, Power):
-            return dataclasses.replace(self, coefficient=self.coefficient * other)
+            return Power(self.coefficient * other, self.exponents, self.clips)
         return Power(
             self.coefficient * other.coefficient,
             _collected(self.exponents + other.exponents),
@@ -130,8 +130,9 @@ class Power:
         return " ".join(parts)
 
 
+@functools.lru_cache(4096)  # a table multiplies the same few laws for every parameter
 def _collected(terms: tuple) -> tuple:
-    """Exponents of equal keys added up, sorted, zeros dropped."""
+    """Return exponents of equal keys added up, sorted, without zeros."""
     total: dict = {}
     for key, exponent in terms:
         total[key] = total.get(key, 0.0) + exponent

@@ -22,6 +22,8 @@ COSTS = Path(__file__).with_name("costs.json")
 """Processor seconds of each test file, child processes included; `pytest --costs` writes those of the files it runs."""
 QUICK_SECONDS = 4.5
 """`make quick` has the core tests of files recorded to cost at most so much."""
+OTHER_VERSIONS_SECONDS = 10.0
+"""`make core` has the core tests of files recorded to cost at most so much, and the folders that the Makefile names whole."""
 
 # Read once, when JAX or a BLAS is first imported; the tests' own threads are enough for the cores.
 _USER_FLAGS = os.environ.get("XLA_FLAGS", "")
@@ -88,8 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     libtpu = importlib.util.find_spec("libtpu")
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "core" in marks and "slow" not in marks and costs.get(file_of(item), math.inf) <= QUICK_SECONDS:
+        cost = costs.get(file_of(item), math.inf)
+        if "core" in marks and "slow" not in marks and cost <= QUICK_SECONDS:
             item.add_marker("quick")
+        if "core" in marks and cost <= OTHER_VERSIONS_SECONDS:
+            item.add_marker("versions")
         if "tpu" in marks and libtpu is None:  # `make tpu` brings the compiler; a run of everything does without
             item.add_marker(pytest.mark.skip(reason="libtpu, the TPU compiler, is not installed (make tpu)"))
 

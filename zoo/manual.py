@@ -65,7 +65,7 @@ class ManualFsdpLayout(Layout):
 
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
         super().__init__(whole.mesh, whole.rules)
-        self.replicated, self.sizes = whole, sizes
+        self.outer, self.sizes = whole, sizes
         self.per_axis_reduce_scatter, self.gradient_dtype, self.room = (
             whole.per_axis_reduce_scatter,
             whole.gradient_dtype,
@@ -74,12 +74,12 @@ class ManualFsdpLayout(Layout):
         self.batch = whole.mesh_axes("batch")
         """Mesh axes that split examples."""
 
-    def names(self, axis: str | None) -> tuple[str, ...]:
-        return self.replicated.mesh_axes(axis) if axis == "experts" else ()
+    def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
+        return self.outer.mesh_axes(axis) if axis == "experts" else ()
 
     def partition(self, axes: Axes) -> Splits:
         """The mesh axes of the batch that split each dimension of a parameter."""
-        spec = self.replicated.sharding(axes, tuple(self.sizes[axis or ""] for axis in axes)).spec
+        spec = self.outer.sharding(axes, tuple(self.sizes[axis or ""] for axis in axes)).spec
         parts = [(part,) if isinstance(part, str) else part or () for part in spec]
         return tuple(parts)
 

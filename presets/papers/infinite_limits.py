@@ -120,6 +120,7 @@ class Constants:
             )
 
 
+@functools.lru_cache(1024)  # checks ask for the same rows again and again
 def row_of(spec: ParamSpec, alpha_a: float, alpha_l: float | None) -> Rule:
     """The module's table at gamma0 = 1.
 

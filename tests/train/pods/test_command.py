@@ -101,6 +101,7 @@ def test_tokens_go_to_experts_and_back_all_to_all_in_every_pass() -> None:
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_state_is_not_padded_and_parameters_are_gathered_beside_computation() -> None:
     # fsdp cuts rows of the embedding into parts of 32 of the 128 that a vector has: in free layouts 1.1 times the state.
     config = config_of(MeshConfig(data=1, fsdp=16))
@@ -128,6 +129,7 @@ def test_a_cube_gathers_parameters_where_control_a_mesh_of_as_many_sums_them(
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 def test_no_gradient_of_a_matrix_is_summed_whole_where_rings_scatter_it() -> None:
     config = config_of(MeshConfig(data=1, fsdp=16))
     model = dataclasses.replace(config.model, width=1024, num_heads=8)
@@ -143,6 +145,7 @@ def test_no_gradient_of_a_matrix_is_summed_whole_where_rings_scatter_it() -> Non
 
 
 @pytest.mark.tpu
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [True, False])
 def test_layers_gradients_are_summed_beside_products_where_control_one_message_waits(
     apart: bool, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -16,6 +17,7 @@ from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Preset, Role
 from mupax.presets.analysis.health import Column, Health, Trouble
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.roles import BIASES
+from mupax.presets.rule import Number
 
 COLUMNS: dict[tuple[str, int], Column] = {("weight", 0): "init_std", ("movement", 1): "lr", ("gradient", 0): "eps"}
 """What is observed of a parameter, at which step, and the column of its row that sets it."""
@@ -111,18 +113,23 @@ def at_base(
     stds: dict[Role, float] = {}
     for name, label in labels(specs).items():
         scales = preset.scales(specs[name], sizes, optimizer)
-        # A number per layer is its preset's own; the middle one speaks for it.
-        multiplier, std, lr, eps = map(np.median, (scales.multiplier, scales.init_std, scales.lr, scales.eps))
+        multiplier, std = _of_middle_layer(scales.multiplier), _of_middle_layer(scales.init_std)
+        lr, eps = _of_middle_layer(scales.lr), _of_middle_layer(scales.eps)
         if not specs[name].part:
             stds[specs[name].role] = multiplier * std * math.prod(sizes[axis] for axis in specs[name].fan_in) ** 0.5
-        numbers[f"weight/{label}", 0] = float(multiplier * std)
-        numbers[f"movement/{label}", 1] = float(multiplier * lr)
-        numbers[f"gradient/{label}", 0] = float(eps)
+        numbers[f"weight/{label}", 0] = multiplier * std
+        numbers[f"movement/{label}", 1] = multiplier * lr
+        numbers[f"gradient/{label}", 0] = eps
     if Role.QUERY in stds and Role.KEY in stds and not preset.key_as_query:
         normed = any(spec.role is Role.NORM_GAIN and spec.of is Role.QUERY for spec in specs.values())
         entries = 1.0 if normed else stds[Role.QUERY] * stds[Role.KEY]
         numbers["attention", 0] = entries * preset.logit_scale(sizes) * sizes["head_dim"] ** 0.5
     return numbers
+
+
+def _of_middle_layer(scale: Number) -> float:
+    """Return the median of numbers per layer, which only measured presets have, or the one number of all."""
+    return statistics.median(scale) if isinstance(scale, tuple) else scale
 
 
 def wrong_base(
