@@ -17,13 +17,15 @@ from jax.extend.core import jaxprs_in_params
 
 from examples.mlp_mixer import Mixer, MixerConfig
 from mupax import zoo
+from mupax.train.config import data
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo import manual, partition
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import Definition, define, definition
-from mupax.zoo.layers.linear import ReadoutInputs
+from mupax.zoo.layers import linear
+from mupax.zoo.layers.linear import ReadoutInputs, readout_method
 from mupax.zoo.layers.stack import residual_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
@@ -192,3 +194,19 @@ def test_what_users_may_have_written_warns() -> None:
         assert manual.inside(layout, definition(OldConfig(**sizes, channels=1, num_classes=8))) is None
     with pytest.warns(DeprecationWarning, match="read self.layout"):
         assert partition.current() is ONE_DEVICE
+
+
+def test_the_method_and_the_class_of_a_readout_work_by_their_old_names() -> None:
+    class Old(Mixer):
+        reading = Gathered.readout_inputs
+
+    assert readout_method(Mixer) is None
+    assert readout_method(Gathered) is Gathered.readout_inputs
+    with pytest.warns(DeprecationWarning, match="Old.reading is deprecated"):
+        assert readout_method(Old) is Old.reading
+    with pytest.warns(DeprecationWarning, match="write ReadoutInputs"):
+        assert linear.Reading is ReadoutInputs
+    with pytest.warns(DeprecationWarning, match="write DataKind"):
+        assert data.Source is data.DataKind
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = linear.no_such_name

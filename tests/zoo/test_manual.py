@@ -42,6 +42,15 @@ def test_a_row_of_devices_is_cut_into_the_dimensions_of_its_torus() -> None:
     assert collectives.torus(np.array(jax.devices())) == (8,)  # without coordinates
 
 
+@pytest.mark.core
+def test_inside_of_a_device_nothing_but_experts_is_split() -> None:
+    outside = MeshLayout(make_mesh(MeshConfig(data=1, fsdp=4, experts=2)))
+    inside = ManualFsdpLayout(outside, {"embed": 16, "experts": 2})
+    split = {axis for axis in ("batch", "embed", "experts") if inside.num_shards(axis) > 1}
+    assert split == {"experts"}
+    assert all(outside.num_shards(axis) > 1 for axis in ("batch", "embed", "experts"))  # the control
+
+
 @pytest.mark.parametrize("sizes", [(8,), (2, 4), (2, 2, 2)], ids=str)
 def test_a_sum_scattered_over_a_torus_is_that_of_one_ring(
     sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
