@@ -54,7 +54,7 @@ if os.environ.get("SHARES"):
     tokenizer.Bytes.encode = lambda self, texts: time.sleep(0.2) or encode(self, texts)
     cache.PATIENCE_S, processes.LEAD_S = 0.0, 1.5
 
-put, leave, seen = sharding.Feed.put, finish.leave, []
+put, leave, seen = sharding.BatchSharding.shard_batch, finish.leave, []
 window = os.open(os.environ["WINDOW"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_APPEND)
 
 def show(word, what):
@@ -80,7 +80,7 @@ def watched_leave(session, params):
     show("digest", digest.hexdigest())
     leave(session, params)
 
-sharding.Feed.put, finish.leave = watched_put, watched_leave
+sharding.BatchSharding.shard_batch, finish.leave = watched_put, watched_leave
 from mupax.train.__main__ import main
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
