@@ -60,7 +60,7 @@ READS: dict[str, str] = {
     "checkpoints verify": "checkpoints verify run",
     "sweep": f"sweep own-everything {SHORT} --lr 2^-9,2^-8 --out sweep --dry-run",
     "tune": f"tune own-everything {SHORT} --over lr,readout.lr --out tune --dry-run",
-    "plan": "plan own-everything --chips v5e:4x4 --out plan.json",
+    "plan": "plan own-everything --chips v5e:4x4 --out own-plan.json",
     "eval": "eval run --json scores.json",
     "noise": "noise run --batches 3 --data.batch-size 16",
     "predict": "predict run image.png",
@@ -79,6 +79,12 @@ READS: dict[str, str] = {
     "models roles": "models roles own-everything",
 }
 """Command to a line that names an extension, or a run of them."""
+OF_THE_ZOO = "--optimizer.name own-sign --data.name own-bars --model.num-classes 2"
+READS_OF_THE_ZOO: dict[str, str] = {
+    "check": "check vit-proxy --optimizer own-sign --sizes 2 --seeds 1 --dry-run",
+    "transfer": f"transfer vit-digits {plugins.TINY} {OF_THE_ZOO} {SHORT} --grow head_dim=8,16 --out transfer --dry-run",
+}
+"""Command that grows models of the zoo alone, to a line with the other extensions."""
 REFUSES: dict[str, tuple[str, str]] = {
     "transfer": (
         f"transfer own-everything {SHORT} --grow width=8,16 --out transfer --dry-run",
@@ -137,6 +143,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for number in range(4):
             Image.new("L", (8, 8), 60 * number).save(folder / "images" / name / f"{number}.png")
     Image.new("L", (8, 8), 255).save(folder / "image.png")
+    (folder / "plan.json").write_text(json.dumps({"forecast": None}))
     called: list[int] = []
 
     def hook(step: int, state: train.TrainState, run: train.HookRun) -> None:
@@ -177,9 +184,9 @@ def command(line: str) -> int:
     return plugins.command(*shlex.split(line), plugin="own_all")
 
 
-@pytest.mark.parametrize("typed", READS)
-def test_a_command_reads_what_is_of_ones_own(typed: str, place: Path, capsys: pytest.CaptureFixture[str]):
-    code = command(READS[typed])
+@pytest.mark.parametrize(("typed", "line"), [*READS.items(), *READS_OF_THE_ZOO.items()])
+def test_a_command_reads_what_is_of_ones_own(typed: str, line: str, place: Path, capsys: pytest.CaptureFixture[str]):
+    code = command(line)
     out, err = capsys.readouterr()
     assert code == 0, err
     assert out.strip()

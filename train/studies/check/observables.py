@@ -286,8 +286,8 @@ def internals(model: Any, inputs: jax.Array, **extra: jax.Array) -> Arrays:
 def _cross(
     block: Any, h_BTD: jax.Array, attended_BTD: jax.Array, memory_BSD: jax.Array, mask_BS: Any, bias: Any
 ) -> jax.Array:
-    h_BTD = block.added(h_BTD, 0, block.attention(attended_BTD, None, bias))
-    return block.added(jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS))
+    h_BTD = block.add_branch(h_BTD, 0, block.attention(attended_BTD, None, bias))
+    return block.add_branch(jnp.zeros_like(h_BTD), 1, block.cross(block.cross_norm(h_BTD), memory_BSD, mask_BS))
 
 
 def _attention(block: Any, attended_BTD: jax.Array) -> Arrays:

@@ -136,12 +136,12 @@ class BlockProbe:
             memory_BSD: what its cross-attention reads; None without one.
         """
         heads = block.attention.heads(self.hold(block.attention_norm(h_BTD)))
-        h_BTD, branch = block.added(h_BTD, 0, self.attended(block.attention, heads, bias_HTS)), 1
+        h_BTD, branch = block.add_branch(h_BTD, 0, self.attended(block.attention, heads, bias_HTS)), 1
         if memory_BSD is not None:
             queries = block.cross.queries(self.hold(block.cross_norm(h_BTD)))
             heads = (queries, *block.cross.keys(self.hold(memory_BSD)))
-            h_BTD, branch = block.added(h_BTD, 1, self.attended(block.cross, heads, part="cross ")), 2
-        return block.added(h_BTD, branch, self.written(block.mlp, self.hold(block.mlp_norm(h_BTD))))
+            h_BTD, branch = block.add_branch(h_BTD, 1, self.attended(block.cross, heads, part="cross ")), 2
+        return block.add_branch(h_BTD, branch, self.written(block.mlp, self.hold(block.mlp_norm(h_BTD))))
 
 
 def forward(model: Any, batch: Batch, zeros: Arrays, hold: Hold, *, masked: bool = True) -> tuple[jax.Array, Arrays]:
