@@ -26,7 +26,7 @@ _BATCH = 8
 
 
 class LoadedWeights(NamedTuple):
-    """Weights without a run; beside its `params` it has what `saved_run.Trained` has."""
+    """Weights without a run; beside its `params` it has what `saved_run.LoadedRun` has."""
 
     workdir: Path
     """Where they lie."""
