@@ -59,8 +59,8 @@ class ManualFsdpLayout(Layout):
     """A layout as it is inside of `shard_map`: every array is one device's part, and nothing is left for the compiler to split.
 
     Args:
-        whole: the layout outside.
-        sizes: of every logical axis, whole.
+        whole: The layout outside of `shard_map`.
+        sizes: Size of every logical axis over all devices.
     """
 
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
@@ -78,7 +78,7 @@ class ManualFsdpLayout(Layout):
         return self.outer.mesh_axes(axis) if axis == "experts" else ()
 
     def partition(self, axes: Axes) -> Splits:
-        """The mesh axes of the batch that split each dimension of a parameter."""
+        """Return the mesh axes of the batch that split each dimension of a parameter."""
         spec = self.outer.sharding(axes, tuple(self.sizes[axis or ""] for axis in axes)).spec
         parts = [(part,) if isinstance(part, str) else part or () for part in spec]
         return tuple(parts)

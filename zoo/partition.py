@@ -71,15 +71,15 @@ class Layout:
 
     @functools.cached_property
     def device_kind(self) -> str:
-        """Name that JAX gives to this kind of device."""
+        """The name that JAX gives to this kind of device."""
         return self.mesh.devices.flat[0].device_kind
 
     def mesh_axes(self, axis: str | None) -> tuple[str, ...]:
-        """The mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
+        """Return the mesh axes that split a logical axis, for collectives inside `local`; empty where nothing does."""
         return tuple(name for name in self.rules.get(axis or "", ()) if self.mesh.shape[name] > 1)
 
     def num_shards(self, axis: str | None) -> int:
-        """Parts that a logical axis is split into."""
+        """Return the number of parts that a logical axis is split into."""
         return math.prod(self.mesh.shape[name] for name in self.mesh_axes(axis))
 
     def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:

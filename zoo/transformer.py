@@ -33,7 +33,7 @@ class RopeScaling(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """What attention sees."""
+    """Positions that attention may see: all or earlier ones, a window, and the cap of its logits."""
 
     causal: bool
     """Query t sees keys 0..t, else all."""
@@ -199,7 +199,7 @@ class TransformerConfig(ModelConfig):
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """What attention sees of layer 0, 1 and so on, until it begins anew: most models have one."""
+        """The specs of layer 0, 1 and so on, until they begin anew: most models have one."""
         return (self.sight,)
 
     @property

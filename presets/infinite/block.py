@@ -18,7 +18,7 @@ BLOCK = ("query", "key", "value", "out", "up", "down")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitConfig:
-    """What a model and its parameterization come to.
+    """Sizes and constants of the model whose infinite limit is trained, as its parameterization gives them.
 
     Attributes:
         head_dim, heads, depth: N, H and L; the width is N H.

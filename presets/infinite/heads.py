@@ -41,7 +41,7 @@ class OneBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """What training shows before each step.
+    """Outputs and kernels before each step of training.
 
     Attributes:
         outputs: f, [steps, P].

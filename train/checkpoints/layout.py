@@ -270,7 +270,7 @@ def in_threads(function: Callable[..., Any], *columns: Iterable[Any]) -> list[An
 
 
 class RenameCommit:
-    """A folder on a disk. Process 0 alone calls what changes something.
+    """Commit of a checkpoint by renaming its folder, on a disk. Process 0 alone calls what changes something.
 
     Args:
         folder: of the checkpoints.
@@ -384,7 +384,7 @@ class RenameCommit:
 
 
 class MarkerCommit(RenameCommit):
-    """A folder in which no folder can be renamed."""
+    """Commit of a checkpoint by a manifest that is written last, where no folder can be renamed, as in a bucket."""
 
     renames = False
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class LoadedRun(NamedTuple):
-    """One step of a run."""
+    """A run of which one step is restored."""
 
     workdir: Path
     config: Config

@@ -36,7 +36,7 @@ SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
 
 
 class DataKind(NamedTuple):
-    """A kind of data."""
+    """Row of `SOURCES`: how a kind of data is loaded, what it is for, and which fields of `DataConfig` it reads."""
 
     loader: str
     """module:function; (DataConfig, ModelConfig, seed, note) -> `mupax.train.data.interface.Data`."""

@@ -40,7 +40,7 @@ Kind = Literal["plain", "chunked", "vocab"]
 
 
 class ReadoutShape(NamedTuple):
-    """A readout on one device."""
+    """Sizes of a readout and of its targets on one device."""
 
     rows: int
     """Targets of one microbatch."""
@@ -78,7 +78,7 @@ class ReadoutShape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossImplementation:
-    """One way to compute it."""
+    """One implementation of the loss, with its memory and its time."""
 
     kind: Kind
     memory: Mapping[str, int]

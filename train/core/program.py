@@ -261,7 +261,7 @@ class Program:
         return self.initializer.state(self.config.seed, self.stds)
 
     def with_config(self, config: Config) -> Program:
-        """This program with the numbers of a config that differs in nothing else.
+        """Return this program with the numbers of a config that differs in nothing else.
 
         Raises:
             PresetError: as `assemble`.

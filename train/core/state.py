@@ -75,7 +75,7 @@ def limits(config: FaultsConfig) -> Limits:
 def check_step(
     health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[jax.Array, jax.Array, Health]:
-    """Whether a step's update is applied (bool []), whether its loss is a spike (bool []), and the counters after it.
+    """Return whether a step's update is applied (bool []), whether its loss is a spike (bool []), and the counters after it.
 
     A loss is a spike where it exceeds the running mean by so many running standard deviations. Mean and variance are
     plain ones at first, later exponential (West 1979), and see a spike as if it were at the bound: one does not widen the

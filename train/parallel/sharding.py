@@ -160,7 +160,7 @@ class MeshLayout(Layout):
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of what is whole on every device."""
+        """Return the sharding of what is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch(self, batch: Mapping[str, Any]) -> dict[str, NamedSharding]:
@@ -262,7 +262,7 @@ class MeshLayout(Layout):
 
 
 class BatchSharding:
-    """Batches of one shape on their way to a mesh.
+    """Sharding of batches of one shape on a mesh.
 
     A process makes the rows that its own devices hold, and no others: one run of rows or several, depending on where its
     devices lie in the mesh. Processes that split positions or heads make the same rows.
@@ -292,7 +292,7 @@ class BatchSharding:
         """Rows of the global batch that this process makes, in this order."""
 
     def shard_batch(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The global batch on the mesh, from this process' rows of it."""
+        """Return the global batch on the mesh, made from this process' rows of it."""
         if jax.process_count() == 1:
             return jax.device_put(dict(batch), self._shardings)
         return {name: self._global(name, array) for name, array in batch.items()}

@@ -35,7 +35,7 @@ class WeightsError(MupaxError):
 
 
 class RunRecord(dict[str, Any]):
-    """What config.json says of a run."""
+    """Parts of a run's config.json."""
 
 
 def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], Step | None]:
@@ -69,7 +69,7 @@ def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], 
 
 
 class ModelDescription(NamedTuple):
-    """What can be said of weights without reading them."""
+    """Description of weights that is known without reading them."""
 
     folder: Path
     model: ModelConfig

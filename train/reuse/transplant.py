@@ -37,7 +37,7 @@ class TransplantError(MupaxError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamTransfer:
-    """How one parameter comes from one of the source."""
+    """Transfer of one parameter from one of the source."""
 
     source: str
     along: tuple[Index, ...]

@@ -127,7 +127,7 @@ class Patience:
 
 @dataclasses.dataclass(frozen=True)
 class RunContext:
-    """One process' view of a run's surroundings (`runtime` makes it).
+    """Context of a run in one process: its config, devices, workdir and output (`runtime` makes it).
 
     Attributes:
         config: of the run; its `init` is the recorded one where the run goes on.

@@ -43,7 +43,7 @@ IN_FLIGHT = 2
 
 @dataclasses.dataclass(frozen=True)
 class StartState:
-    """A state to train from.
+    """State from which training starts, with its step.
 
     Attributes:
         state: whose arrays the first step takes over.
@@ -60,7 +60,7 @@ class StartState:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledRun:
-    """One run on its devices (`compiled` makes it)."""
+    """A run with its compiled programs and devices (`compiled` makes it)."""
 
     program: Program
     data: Data
@@ -366,7 +366,7 @@ def check_data(data: Data, processes: Processes, name: str = "") -> None:
 def start_state(
     program: Program, data: Data, sets: dict[str, Data], checkpoints: Checkpoints, runtime: RunContext
 ) -> StartState:
-    """Where the run starts, after writing config.json.
+    """Return the state from which the run starts, after writing config.json.
 
     In the work folder       The state                                     Its metrics
     a whole checkpoint       the newest that is whole, or `resume_from`    kept up to its step
@@ -423,7 +423,7 @@ def start_state(
 
 
 def restore_latest(program: Program, data: Data, checkpoints: Checkpoints, at: int | None = None) -> TrainState:
-    """The state of the newest checkpoint, or the one that the run began with where there is none yet.
+    """Return the state of the newest checkpoint, or the one that the run began with where there is none yet.
 
     Args:
         program: of the run.

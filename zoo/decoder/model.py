@@ -93,7 +93,7 @@ class Decoder(nnx.Module):
     def readout_inputs(
         self, tokens_BT: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> ReadoutInputs:
-        """What logits are made of.
+        """Return the features and the readout that logits are made of.
 
         Args:
             tokens_BT: int32 [batch, position].

@@ -181,7 +181,7 @@ class EncoderBlock(nnx.Module):
         return self.layout.constrain(h_BSD, ("batch", "sequence", None))
 
     def add_branch(self, h_BTD: jax.Array, branch: int, y_BTD: jax.Array) -> jax.Array:
-        """The stream after a branch. Branch scales are applied here only.
+        """Return the stream after a branch. Branch scales are applied here only.
 
         Args:
             h_BTD: the stream before it.
@@ -247,7 +247,7 @@ class DecoderBlock(EncoderBlock):
 
 
 class EncoderOutput(NamedTuple):
-    """What a decoder reads of one input."""
+    """Output of the encoder, as the decoder reads it."""
 
     keys: jax.Array
     """[L, B, S, K, N], of cross-attention, by layer."""
@@ -263,7 +263,7 @@ class EncoderOutput(NamedTuple):
 
 
 class StackInputOutput(nnx.Module):
-    """What is before and after a stack of blocks: positions, the norm after the embeddings, and the norm after the last block."""
+    """Modules before and after a stack of blocks: positions, the norm after the embeddings, and the norm after the last block."""
 
     layout: Layout = ONE_DEVICE
 
@@ -338,7 +338,7 @@ class EncoderDecoder(StackInputOutput):
         return self.readout_inputs(inputs, input_mask, decoder_inputs).logits(self.layout)
 
     def readout_inputs(self, inputs: jax.Array, input_mask: jax.Array, decoder_inputs: jax.Array) -> ReadoutInputs:
-        """The same as a `ReadoutInputs`.
+        """Return the features and the readout that logits are made of.
 
         Args:
             inputs, input_mask, decoder_inputs: as of a call.

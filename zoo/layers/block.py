@@ -261,7 +261,7 @@ class Block(nnx.Module):
     def add_branch(
         self, h_BTD: jax.Array, place: int, y_BTD: jax.Array, scale_B2: jax.Array | None = None
     ) -> jax.Array:
-        """The stream after a branch.
+        """Return the stream after a branch.
 
         Args:
             h_BTD: the stream before it.

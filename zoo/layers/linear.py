@@ -120,7 +120,7 @@ def softcapped(logits: jax.Array, cap: jax.Array | float | None) -> jax.Array:
 
 
 class ReadoutInputs(NamedTuple):
-    """What logits are made of, apart so that a loss may compute them in parts: scale * features @ weight + bias, in float32, capped."""
+    """Features and readout of which a loss may compute logits in parts: scale * features @ weight + bias, in float32, capped."""
 
     features: jax.Array
     """[..., D], in the type that products are computed in."""

@@ -73,7 +73,7 @@ class ViT(nnx.Module):
         return self.readout_inputs(images_BHWC).logits(self.layout)
 
     def readout_inputs(self, images_BHWC: jax.Array, scales: jax.Array | None = None) -> ReadoutInputs:
-        """What the readout is taken of.
+        """Return the features and the readout that logits are made of.
 
         Args:
             images_BHWC: images.

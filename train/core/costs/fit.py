@@ -48,7 +48,7 @@ OVERRIDE = "--faults.no-memory-check starts the run all the same"
 
 @dataclasses.dataclass(frozen=True)
 class FakeDevice:
-    """A device like one that is here, for the places of a mesh that no device of this machine takes.
+    """Description of a device, for places of a mesh that no device of this machine takes; it computes nothing.
 
     Attributes:
         like: a `jax.Device`.
@@ -165,7 +165,7 @@ def program_of(config: Config) -> Program:
 
 
 def needs(program: Program) -> MemoryEstimate | None:
-    """What the step takes: compiled, or estimated where its devices are not here. None where the compiler does not say.
+    """Return the memory of the step: compiled, or estimated where its devices are not here. None where the compiler does not say.
 
     Args:
         program: of the run.

@@ -36,7 +36,7 @@ _POOLS_AHEAD = 4
 
 
 class TokenizerThread:
-    """A thread that goes on with lanes before they are waited for, the one that is farthest behind first.
+    """Thread that tokenizes ahead of the batches, the shard that is farthest behind first.
 
     What it cannot do is left to who waits for it, and raised there.
 

@@ -63,7 +63,7 @@ class Step(NamedTuple):
 
 
 class StreamShard:
-    """One lane of a corpus.
+    """One shard of a corpus: its share of the files, in a fixed order, and the tokens that are made of them so far.
 
     Args:
         path: of its files, without their endings; its folder is there.

@@ -21,7 +21,7 @@ from mupax.train.data.text.batches import TextWindows
 
 
 class MixtureWeights:
-    """Which text an example is from, and which of its examples.
+    """Weights of a mixture, by which each example has its text, and its place among that text's examples.
 
     Args:
         counts: examples of each text in every block; they add up to `BLOCK`.

@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 
 
 class CorruptedBatch(NamedTuple):
-    """B windows with noise."""
+    """Batch of B windows of which spans are corrupted."""
 
     inputs: np.ndarray
     """Int32 [B, at most S]; behind `counts` stands padding."""

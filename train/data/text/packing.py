@@ -46,7 +46,7 @@ with it). Ids have their separators with them."""
 
 
 class PackedCorpus(NamedTuple):
-    """One side of a packed corpus."""
+    """Training or evaluation side of a packed corpus."""
 
     tokens: np.ndarray
     """All ids, [count], uint8, uint16 or uint32, mapped from disk."""

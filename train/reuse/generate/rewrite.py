@@ -41,7 +41,7 @@ class _Text(NamedTuple):
 
 
 class Seq2SeqGenerator:
-    """Writes with one encoder-decoder. Compiles once per shape of inputs.
+    """Generator of text by an encoder-decoder. It compiles once per shape of inputs.
 
     Args:
         program: of the run; its mesh is where the parameters lie.

@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScaledModel:
-    """A model, and what its preset takes every parameter times."""
+    """A model with the scales that its preset gives every parameter."""
 
     model: ModelConfig
     definition: Definition

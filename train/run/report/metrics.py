@@ -73,7 +73,7 @@ _INTERVAL_S = 0.2  # that a row may wait in memory: a killed run loses at most t
 
 
 class MetricWriters:
-    """What rows go to besides metrics.jsonl, in a thread of their own. One that fails or hangs is left out, with a line.
+    """Writers of rows besides metrics.jsonl, in a thread of their own. One that fails or hangs is left out, with a line.
 
     Args:
         folder: of the run.

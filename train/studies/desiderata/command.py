@@ -57,7 +57,7 @@ Row = dict[str, dict[str, tuple[Cell, Cell]]]
 
 
 class BlockProbe:
-    """A block's forward pass by mappings; `outputs` has what each gave.
+    """Forward pass of a block, mapping by mapping; `outputs` has the result of each.
 
     Args:
         zeros: by mapping, added to it.

@@ -168,7 +168,7 @@ def _text(value: Any) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StudyEstimates:
-    """What studies say of a run.
+    """Learning rate and loss of a run, as studies estimate them.
 
     Attributes:
         config: of the run, at the rate to train with.

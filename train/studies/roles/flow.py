@@ -113,7 +113,7 @@ class Step(NamedTuple):
 
 
 class SignalSource(NamedTuple):
-    """Where a signal comes from."""
+    """Origin of a signal."""
 
     node: Node
     params: frozenset[str]

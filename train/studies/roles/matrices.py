@@ -28,7 +28,7 @@ class Refusal(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """What one use says of its parameter.
+    """Constraint on a parameter's role that follows from one use of it.
 
     Attributes:
         role: it acts as.

@@ -89,7 +89,7 @@ __all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "grouped", "run"]
 
 
 class ExecutionTrial:
-    """Trainers of a sweep's programs, each compiled once.
+    """Trial of whether points train faster together or in turn, with each program compiled once.
 
     Args:
         how: all points of a program at once, one after another, or whichever a trial shows to be faster; on one CPU device a

@@ -27,7 +27,7 @@ LEAST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Elimination:
-    """How points stand.
+    """Elimination of points by their losses so far.
 
     Attributes:
         means: of each point without what its seeds do, float [P]; inf where a seed diverged, nan where none was trained.

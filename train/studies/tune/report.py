@@ -35,7 +35,7 @@ ACROSS = 4
 
 
 class LiveTable(Table):
-    """Shows a search while entered; a line per finished run where the terminal cannot draw.
+    """Live table of a search while entered; a line per finished run where the terminal cannot draw.
 
     Args:
         console: where.
