@@ -94,7 +94,7 @@ def _members(owner: type[Any]) -> list[str]:
 
 def _signature(owner: type[Any], name: str) -> str:
     member = getattr(owner, name, None)
-    return str(inspect.signature(member)) if inspect.isroutine(member) else "attribute"
+    return str(inspect.signature(member)) if inspect.isroutine(member) and callable(member) else "attribute"
 
 
 def defaults(make: Any) -> dict[str, str]:
