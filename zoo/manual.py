@@ -65,12 +65,11 @@ class ManualFsdpLayout(Layout):
 
     def __init__(self, whole: Layout, sizes: Mapping[str, int]) -> None:
         super().__init__(whole.mesh, whole.rules)
-        self.outer, self.sizes = whole, sizes
-        self.per_axis_reduce_scatter, self.gradient_dtype, self.room = (
-            whole.per_axis_reduce_scatter,
-            whole.gradient_dtype,
-            whole.room,
-        )
+        self.outer = whole
+        self.sizes = sizes
+        self.per_axis_reduce_scatter = whole.per_axis_reduce_scatter
+        self.gradient_dtype = whole.gradient_dtype
+        self.room = whole.room
         self.batch = whole.mesh_axes("batch")
         """Mesh axes that split examples."""
 

@@ -111,7 +111,7 @@ def _shows_its_attention(reference: Reference, line: GrowthSeries) -> bool:
 
 
 def is_standard(line: GrowthSeries, optimizer: str, decay: Decay) -> bool:
-    """Whether all the dumps have is standard parameterization's, along a line of widths.
+    """Return whether everything in the dumps is standard parameterization's, along a line of widths.
 
     Args:
         line: the dumps.

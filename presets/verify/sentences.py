@@ -102,7 +102,7 @@ def power(word: str, exponent: float) -> str:
 
 
 def consequence(d: Difference, what: What, worst: tuple[str, Entry] | None, line: GrowthSeries) -> str:
-    """What happens as the model grows.
+    """Return a sentence on what happens as the model grows.
 
     Args:
         d: the number that differs.
@@ -147,7 +147,7 @@ _VERBS = {
 
 
 def remedy(d: Difference, what: What, line: GrowthSeries) -> str:
-    """What to write instead, at the largest size.
+    """Return what to write instead, at the largest size.
 
     Args:
         d: the number that differs.

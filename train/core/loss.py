@@ -101,7 +101,7 @@ class LossImplementation:
 
 
 def way(work: ReadoutShape, kind: Kind, exp_parts: int | None = None) -> LossImplementation:
-    """What a kind takes.
+    """Return an implementation of this kind, with its memory and time.
 
     Logits are written and read in both passes, the readout read and its gradient added to once a chunk: 16.9 GB plain and 41 GB
     chunked of lm-8b at 1 x 4096 tokens, by the TPU compiler. By parts of the vocabulary exponentials are kept, too, and the
@@ -155,7 +155,7 @@ def above(work: ReadoutShape, one: LossImplementation) -> int:
 
 
 def options(work: ReadoutShape) -> list[LossImplementation]:
-    """What `auto` may be, the best first: on TPU what raises the step's peak the least, of those that raise it as little the fastest.
+    """Return what `auto` may be, the best first: on TPU what raises the step's peak the least, of those that raise it as little the fastest.
 
     All logits where they are no more than a chunk. On CPU and GPU chunks otherwise: on CPU they are faster
     (docs/performance.md), on GPU nothing was measured.

@@ -104,7 +104,7 @@ def convert(
 
 
 def theta(definition: Definition, before: Preset, after: Preset, optimizer: str = "adam") -> ParamValues:
-    """How many times larger each parameter's multiplier is under `after`, by name, [] or [layers].
+    """Return how many times larger each parameter's multiplier is under `after`, by name, [] or [layers].
 
     Args:
         definition: the model.

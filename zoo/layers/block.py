@@ -30,10 +30,8 @@ class Attention(nnx.Module):
     layout: Layout = ONE_DEVICE
 
     def __init__(self, config: TransformerConfig, init: Init) -> None:
-        self.attention_specs, self.turns = (
-            config.attention_specs,
-            tuple(config.rotary_of(sight) for sight in config.attention_specs),
-        )
+        self.attention_specs = config.attention_specs
+        self.turns = tuple(config.rotary_of(spec) for spec in config.attention_specs)
         self.rotary_size = config.rotary_size
         self.at(0)
         self.implementation: AttentionName = config.compute.attention

@@ -36,7 +36,7 @@ ONCE = ("splash", "ring", "cudnn")
 
 
 def loss(config: Config, definition: Definition, layout: Layout) -> core_loss.LossImplementation:
-    """How a run computes its loss, and what that takes.
+    """Return how a run computes its loss, with its memory and time.
 
     Args:
         config: of the run.
@@ -91,10 +91,9 @@ def layer(config: Config, definition: Definition, layout: Layout) -> dict[str, i
     matrices: dict[str, int] = defaultdict(int)  # of one block, by the stack
     for name, leaf in block.items():
         spec = definition.specs[name]
-        own = (
-            layout.num_shards("experts") if "experts" in spec.copies else 1
-        )  # of experts a device never has the others
-        matrices[spec.blocks] += leaf.size // leaf.shape[0] // own if leaf.ndim > 2 else 0
+        # A device never has the experts of others.
+        devices = layout.num_shards("experts") if "experts" in spec.copies else 1
+        matrices[spec.blocks] += leaf.size // leaf.shape[0] // devices if leaf.ndim > 2 else 0
     return {
         "gradients": sum(gradients),
         "one layer": activations(config, definition, layout)[1],

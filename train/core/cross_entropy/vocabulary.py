@@ -53,7 +53,7 @@ def on_one(plan: Any, inputs: Any, with_grads: bool) -> tuple[LossSums, ReadoutI
         return reduced(x, plan.over_vocab) if plan.over_vocab else x
 
     def part(of: ReadoutInputs, cut: slice, after: jax.Array | None = None) -> ReadoutInputs:
-        """What reads a part of the vocabulary; with `after` gathered anew, not before that exists."""
+        """Return the readout of a part of the vocabulary; with `after` it is gathered again, once that exists."""
         weight_DV = of.weight[:, cut]
         if after is not None:
             weight_DV, _ = jax.lax.optimization_barrier((weight_DV, after))

@@ -100,7 +100,9 @@ def read(path: Path) -> dict[str, Any]:
     content = disk.read_json(path)
     content = content.get("forecast", content)
     if content is None:
-        raise ForecastError(f"{path} is a plan without a forecast; make it by `mupax plan RECIPE --from STUDY --out`")
+        raise ForecastError(
+            f"{path} is a plan without a forecast; make it by `mupax plan RECIPE --from STUDY --out PATH`"
+        )
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ForecastError(f"{path} is no forecast; write what `mupax transfer --predict` or `plan --out` wrote")
     if digest(content) != content["digest"]:
