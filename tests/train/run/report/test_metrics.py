@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mupax.disk import DiskError
+from mupax.train.config.sections import LogConfig
 from mupax.train.run.report import metrics
 
 pytestmark = pytest.mark.core
@@ -56,7 +57,7 @@ def test_numbers_booleans_text_and_nothing_are_written_as_such(tmp_path):
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 @pytest.mark.parametrize("kind", [float, np.float64])
 def test_a_number_that_is_not_finite_is_null_and_named(tmp_path, value, name, kind):
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         writer.write({"step": 3, "loss": kind(value), "lr": 0.1})
     assert strict(writer.path.read_text()) == [{"step": 3, "loss": None, "lr": 0.1, "nonfinite": {"loss": name}}]
 
@@ -72,7 +73,7 @@ def test_a_row_is_on_disk_within_a_second(tmp_path):
 
 def test_a_write_costs_the_step_little(tmp_path):
     count = 2000
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         rows = [row(step) for step in range(count)]
         began = time.thread_time()
         for each in rows:
@@ -170,7 +171,7 @@ def events(folder):
 
 
 def test_tensorboard_gets_every_row(tmp_path):
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         writer.write({"step": 7, "loss": 2.5, "lr": 0.5, "note": "not a number", "done": True})
         writer.write({"step": 7, "eval_loss": 1.5, "eval_accuracy": 0.25})
         writer.write({"step": 7, "perf_mfu": 0.5})
@@ -186,8 +187,8 @@ def test_tensorboard_gets_every_row(tmp_path):
 
 
 def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
-    write(tmp_path, [1, 2, 3], tensorboard=True)
-    write(tmp_path, [3], tensorboard=True, resume_step=2)
+    write(tmp_path, [1, 2, 3], log=LogConfig())
+    write(tmp_path, [3], log=LogConfig(), resume_step=2)
     assert events(tmp_path / "tensorboard")[1] == [3]
 
 
@@ -215,7 +216,7 @@ def test_a_mirror_that_breaks_is_left_out_with_a_line_and_nothing_waits_for_it(t
     monkeypatch.setattr(metrics, "_CLOSE_S", 0.3)
     broken = Broken(2, hangs)
     began = time.monotonic()
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         writer._mirrors._mirrors.append(broken)
         for step in range(1, 50):
             writer.write(row(step))
@@ -246,7 +247,7 @@ def test_a_disk_that_does_not_take_tensorboards_events_costs_the_run_nothing(tmp
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     else:
         monkeypatch.setattr(EventsWriter, "write_event", broken)
-    path = write(tmp_path, range(1, 200), tensorboard=True)
+    path = write(tmp_path, range(1, 200), log=LogConfig())
     assert len(metrics.read(path)) == 199
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("TensorBoard is left out from here on: ")
@@ -256,7 +257,7 @@ def test_tensorboard_is_only_imported_when_asked(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     write(tmp_path, [1])
     with pytest.raises(ImportError):
-        metrics.MetricsWriter(tmp_path, tensorboard=True)
+        metrics.MetricsWriter(tmp_path, log=LogConfig())
 
 
 def test_rows_of_anyone_are_rows_or_refused_by_their_line(tmp_path):
