@@ -8,10 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mupax.disk import DiskError
 from mupax.train.config.sections import LogConfig
 from mupax.train.run.report import metrics
+from tests.fixtures.properties import PROPERTY
 
 pytestmark = pytest.mark.core
 
@@ -101,13 +104,19 @@ def test_resume_drops_later_rows_only(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 4, "lo', "\0\0\0", '{"step": 4'])
-def test_a_torn_last_line_is_left_out_and_removed(tmp_path, torn):
-    path = write(tmp_path, [1, 2, 3])
-    path.write_text(path.read_text() + torn)
-    assert [each["step"] for each in metrics.read(path)] == [1, 2, 3]
-    write(tmp_path, [4], resume_step=3)
-    assert strict(path.read_text()) == [row(1), row(2), row(3), row(4)]
+@PROPERTY
+@given(st.integers(0, 1000), st.one_of(st.just(b""), st.binary(max_size=20)))
+def test_a_run_goes_on_from_a_file_that_a_kill_has_torn(tmp_path_factory, end, junk):
+    folder = tmp_path_factory.mktemp("torn")
+    path = write(folder, [1, 2, 3])
+    content = path.read_bytes()
+    lines = content[:end].count(b"\n")
+    path.write_bytes(content[:end] + junk.replace(b"\n", b"x"))
+    rows = metrics.read(path)
+    assert rows[:lines] == [row(step) for step in range(1, lines + 1)]
+    assert len(rows) <= lines + 1  # the last line may be there but for its newline
+    write(folder, [lines + 1], resume_step=lines)
+    assert strict(path.read_text()) == [row(step) for step in range(1, lines + 2)]
 
 
 def test_a_last_row_that_only_lacks_its_newline_is_kept(tmp_path):
