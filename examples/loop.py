@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from mupax import train
-from mupax.train.data import digit_images
+from mupax.train.data.images import read_digits
 
 VOCAB, LENGTH = 128, 32
 
@@ -27,7 +27,7 @@ def text(steps: int, batch: int = 16) -> dict[str, np.ndarray]:
 
 def digits(steps: int, batch: int = 32) -> dict[str, np.ndarray]:
     """Images [steps, B, 8, 8, 1] from -1 to 1 and their labels [steps, B]."""
-    data = digit_images.read()
+    data = read_digits()
     rows = np.random.default_rng(0).integers(0, len(data.labels), (steps, batch))
     images = (data.pixels / 8 - 1).astype(np.float32)[..., None]
     return {"inputs": images[rows], "targets": data.labels[rows].astype(np.int32)}

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from mupax.__main__ import main as mupax
-from mupax.train.data import digit_images
+from mupax.train.data.images import read_digits
 
 # --model, because the model that is chosen for a small folder makes patches by convolutions, which an export cannot write.
 SOURCE = (
@@ -40,7 +40,7 @@ def digits(folder: Path, labels: range, most: int) -> None:
         labels: which digits.
         most: how many of each.
     """
-    data = digit_images.read()
+    data = read_digits()
     for label in labels:
         (folder / str(label)).mkdir(parents=True)
         for number, pixels in enumerate(data.pixels[data.labels == label][:most]):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -236,3 +237,25 @@ def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.nda
     y = (u * (2 * p + 1)).astype(int)[:, None] + np.arange(H)
     x = (v * (2 * q + 1)).astype(int)[:, None] + columns
     return padded[np.arange(B)[:, None, None], y[:, :, None], x[:, None, :]].astype(np.float32)
+
+
+class DigitImages(NamedTuple):
+    """The test part of UCI's "optical recognition of handwritten digits" (Alpaydin and Kaynak 1998, CC BY 4.0).
+
+    The order is that in which scikit-learn ships them.
+
+    Attributes:
+        pixels: uint8 [1797, 8, 8], from 0 (white) to 16.
+        labels: uint8 [1797].
+        held_out: bool [1797], the usual stratified fifth: scikit-learn's `train_test_split` from state 0.
+    """
+
+    pixels: np.ndarray
+    labels: np.ndarray
+    held_out: np.ndarray
+
+
+def read_digits() -> DigitImages:
+    """Read the handwritten digits that come with this package."""
+    with np.load(Path(__file__).with_name("digits.npz")) as arrays:
+        return DigitImages(arrays["pixels"], arrays["labels"], arrays["held_out"])

@@ -18,7 +18,7 @@ from absl import logging
 
 from mupax import disk
 from mupax.paths import lasting_name
-from mupax.train.data import cache, digit_images
+from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 
 
@@ -69,7 +69,7 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """Handwritten digits (`mupax.train.data.digit_images`) in their own order."""
+    """Handwritten digits (`mupax.train.data.images.read_digits`) in their own order."""
 
     VERSION = tfds.core.Version("1.0.0")
     pkg_dir_path: Any = Path(__file__).parent
@@ -86,7 +86,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         return {"train": self._generate_examples()}
 
     def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        digits = digit_images.read()
+        digits = images.read_digits()
         for i in range(len(digits.labels)):
             image = digits.pixels[i][..., None]
             yield i, {"image": image, "label": int(digits.labels[i]), "held_out": bool(digits.held_out[i])}

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mupax.train.data import cache, images, interface, logistic
+from mupax.train.data import cache, images, interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Reference
 from mupax.train.data.labelled import WHOLE, LabelledData, normalized
+from mupax.train.data.sources import digits
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:
@@ -90,11 +91,11 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
     """
     x, y = _batch(0, TRAIN, np.arange(train_images))
     # Weak pixels want a strong penalty: without one the many weights fit chance alone.
-    weights = logistic.fit(x.reshape(len(x), -1), y, inverse_penalty=1e-4, iterations=100)
+    weights = digits.fit_logistic(x.reshape(len(x), -1), y, inverse_penalty=1e-4, iterations=100)
     correct = 0.0
     for start in range(0, eval_images, 5000):
         x, y = _batch(_EVAL_SEED, EVAL, np.arange(start, min(start + 5000, eval_images)))
-        correct += float((logistic.predict(weights, x.reshape(len(x), -1)) == y).sum())
+        correct += float((digits.predict_logistic(weights, x.reshape(len(x), -1)) == y).sum())
     return correct / eval_images
 
 
