@@ -6,15 +6,11 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from mupax import terminal
 from mupax.paths import ADDRESS, PathError, path_of
 from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import ConfigError
-
-if TYPE_CHECKING:
-    from mupax.train.config.run import Config
 
 _TEXT_FLAGS = ("--prompt", "--system")
 """Flags whose value is a person's words, not a path."""
@@ -30,31 +26,6 @@ _PLACE_FLAGS = (
     "--config",
 )
 """Flags whose value may be in a bucket; the empty one is a word without a flag."""
-
-
-def check_extras(config: Config, *, reads_data: bool = True) -> None:
-    """Refuse a config that needs an extra which is not installed, before anything is prepared, written or compiled.
-
-    Args:
-        config: complete config.
-        reads_data: whether the command reads data; a dry run does not.
-
-    Raises:
-        MupaxError: the text says which extra to install.
-    """
-    users = {name: f"--log.{name}" for name in config.log.trackers}
-    texts = [word.partition("=")[2] for word in (*config.data.mix, *config.data.evaluate)]
-    for name in (config.data.name, *texts):
-        if reads_data and name.startswith("hf:"):
-            users["hf"] = f"data.name {name}"
-    product_dtype = config.model.compute.product_dtype
-    if product_dtype is not None:
-        users["quantized"] = f"model.compute.product_dtype {product_dtype}"
-    if users:
-        from mupax import extras
-
-        for extra, user in users.items():
-            extras.require(extra, user)
 
 
 def at_least(owner: str, config: object, smallest: float, *names: str) -> None:

@@ -19,8 +19,7 @@ from mupax import terminal
 from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import joint
-from mupax.train.config.checks import check_extras
-from mupax.train.config.run import Config
+from mupax.train.config.run import Config, check_extras
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program

@@ -22,9 +22,8 @@ import numpy as np
 
 from mupax.plugins import refuse_while_importing
 from mupax.train.checkpoints.checkpointer import Checkpoints
-from mupax.train.config.checks import check_extras
 from mupax.train.config.metrics import evaluation_row, metric_values
-from mupax.train.config.run import Config
+from mupax.train.config.run import Config, check_extras
 from mupax.train.config.sections import SaveNeed
 from mupax.train.core.program import assemble
 from mupax.train.core.state import RejectedStep, TrainState

@@ -43,8 +43,8 @@ def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tu
         train, test: (pixels [8, 8, 1] from 0 to 16, label) each.
     """
     (x, y), (x_test, y_test) = (map(np.array, zip(*pairs, strict=True)) for pairs in (train, test))
-    weights = fit_logistic(x.reshape(len(x), -1) / _WHITE, y, inverse_penalty=10, iterations=2000)
-    predicted = predict_logistic(weights, x_test.reshape(len(x_test), -1) / _WHITE)
+    weights = images.fit_logistic(x.reshape(len(x), -1) / _WHITE, y, inverse_penalty=10, iterations=2000)
+    predicted = images.predict_logistic(weights, x_test.reshape(len(x_test), -1) / _WHITE)
     return float((predicted == y_test).mean())
 
 
@@ -84,48 +84,3 @@ def by_writer(labels: np.ndarray) -> np.ndarray:
     if not np.array_equal(labels[FIRST_TEST_FORM : FIRST_TEST_FORM + 30], np.arange(30) % 10):
         raise DataError("these digits are in another order; use data.split random")
     return np.arange(len(labels)) >= FIRST_TEST_FORM
-
-
-def fit_logistic(x: np.ndarray, y: np.ndarray, *, inverse_penalty: float, iterations: int) -> np.ndarray:
-    """Fit logistic regression by L-BFGS and return its weights, float [features + 1, classes]; the last row is the biases.
-
-    Args:
-        x: features [examples, features].
-        y: classes from 0, all of them present [examples].
-        inverse_penalty: C, where squared weights but biases cost 1 / (2 C) beside the summed loss.
-        iterations: of L-BFGS at most.
-    """
-    from scipy.optimize import minimize
-    from scipy.special import log_softmax
-
-    features = _with_ones(x)
-    targets = np.eye(int(y.max()) + 1, dtype=features.dtype)[y]
-    penalty = np.full((features.shape[1], 1), 1 / inverse_penalty, features.dtype)
-    penalty[-1] = 0
-
-    def loss_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
-        # NumPy would widen float32 features to float64 at every product.
-        weights = flat.reshape(features.shape[1], -1).astype(features.dtype)
-        log_probs = log_softmax(features @ weights, axis=1)
-        loss = (penalty * weights**2).sum() / 2 - (targets * log_probs).sum()
-        gradient = features.T @ (np.exp(log_probs) - targets) + penalty * weights
-        return float(loss) / len(x), gradient.ravel().astype(float) / len(x)
-
-    start = np.zeros(features.shape[1] * targets.shape[1])
-    limits = {"maxiter": iterations, "gtol": 1e-4, "maxls": 50, "ftol": 64 * np.finfo(float).eps}
-    found = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=limits)
-    return found.x.reshape(features.shape[1], -1)
-
-
-def predict_logistic(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Return the likeliest class of every example.
-
-    Args:
-        weights: as `fit_logistic` returns them.
-        x: features [examples, features].
-    """
-    return (_with_ones(x) @ weights).argmax(1)
-
-
-def _with_ones(x: np.ndarray) -> np.ndarray:
-    return np.hstack([x, np.ones((len(x), 1), x.dtype)])

@@ -22,7 +22,6 @@ import numpy as np
 from mupax.train.data import cache, images, interface
 from mupax.train.data.interface import ALL_ROWS, Batch, Reference
 from mupax.train.data.labelled import WHOLE, LabelledData, normalized
-from mupax.train.data.sources import digits
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:
@@ -91,11 +90,11 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
     """
     x, y = _batch(0, TRAIN, np.arange(train_images))
     # Weak pixels want a strong penalty: without one the many weights fit chance alone.
-    weights = digits.fit_logistic(x.reshape(len(x), -1), y, inverse_penalty=1e-4, iterations=100)
+    weights = images.fit_logistic(x.reshape(len(x), -1), y, inverse_penalty=1e-4, iterations=100)
     correct = 0.0
     for start in range(0, eval_images, 5000):
         x, y = _batch(_EVAL_SEED, EVAL, np.arange(start, min(start + 5000, eval_images)))
-        correct += float((digits.predict_logistic(weights, x.reshape(len(x), -1)) == y).sum())
+        correct += float((images.predict_logistic(weights, x.reshape(len(x), -1)) == y).sum())
     return correct / eval_images
 
 

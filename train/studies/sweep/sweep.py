@@ -35,10 +35,9 @@ import jax
 from mupax import disk
 from mupax.config_fields import config_fields, with_defaults
 from mupax.train.checkpoints.workdir import locked, surroundings
-from mupax.train.config.checks import check_extras
 from mupax.train.config.data import PixelsConfig, TransformsConfig, source
 from mupax.train.config.record import OLDER_PIXELS, to_json
-from mupax.train.config.run import Config, FaultsConfig, PresetConfig
+from mupax.train.config.run import Config, FaultsConfig, PresetConfig, check_extras
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import environment

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mupax import command_line, terminal
 from mupax.train.config import cli
-from mupax.train.config.checks import check_extras
+from mupax.train.config.run import check_extras
 from mupax.train.studies.transfer.flags import Transfer
 from mupax.train.studies.transfer.planned import label_of, parsed, planned, shared
 from mupax.zoo.configs import ConfigError

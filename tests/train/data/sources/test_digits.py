@@ -176,10 +176,10 @@ def test_jitter_moves_turns_and_scales() -> None:
 def test_logistic_regression_is_that_of_scikit_learn() -> None:
     pixels = ORIGINAL.data / 16
     model = LogisticRegression(C=10, max_iter=2000).fit(pixels[:150], ORIGINAL.target[:150])
-    weights = digits.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=10, iterations=2000)
+    weights = images.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=10, iterations=2000)
     assert np.abs(weights[:-1] - model.coef_.T).max() < 0.02
-    assert np.array_equal(digits.predict_logistic(weights, pixels[150:]), model.predict(pixels[150:]))
-    weaker = digits.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=1, iterations=2000)
+    assert np.array_equal(images.predict_logistic(weights, pixels[150:]), model.predict(pixels[150:]))
+    weaker = images.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=1, iterations=2000)
     assert np.abs(weaker[:-1] - model.coef_.T).max() > 0.1  # the control
 
 
