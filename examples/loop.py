@@ -9,9 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from sklearn.datasets import load_digits
 
 from mupax import train
+from mupax.train.data.images import read_digits
 
 VOCAB, LENGTH = 128, 32
 
@@ -27,10 +27,10 @@ def text(steps: int, batch: int = 16) -> dict[str, np.ndarray]:
 
 def digits(steps: int, batch: int = 32) -> dict[str, np.ndarray]:
     """Images [steps, B, 8, 8, 1] from -1 to 1 and their labels [steps, B]."""
-    pixels, labels = load_digits(return_X_y=True)
-    rows = np.random.default_rng(0).integers(0, len(labels), (steps, batch))
-    images = (pixels / 8 - 1).astype(np.float32).reshape(-1, 8, 8, 1)
-    return {"inputs": images[rows], "targets": labels[rows].astype(np.int32)}
+    data = read_digits()
+    rows = np.random.default_rng(0).integers(0, len(data.labels), (steps, batch))
+    images = (data.pixels / 8 - 1).astype(np.float32)[..., None]
+    return {"inputs": images[rows], "targets": data.labels[rows].astype(np.int32)}
 
 
 def losses(

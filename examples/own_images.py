@@ -2,7 +2,7 @@
 
     python examples/own_images.py
 
-in a new folder: digits 0 to 4, which come with scikit-learn, train a source; 5 to 9 are the images of one's own. Each line
+in a new folder: digits 0 to 4, which come with mupax, train a source; 5 to 9 are the images of one's own. Each line
 that it prints can be typed with another folder, and `--from` takes a folder of Hugging Face, too. Flags go to both trainings, such as
 `--steps 150`. The last part needs `transformers` and is left out where that is not installed.
 """
@@ -16,12 +16,12 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 from PIL import Image
 
 from mupax.__main__ import main as mupax
+from mupax.train.data.images import read_digits
 
 # --model, because the model that is chosen for a small folder makes patches by convolutions, which an export cannot write.
 SOURCE = (
@@ -40,12 +40,10 @@ def digits(folder: Path, labels: range, most: int) -> None:
         labels: which digits.
         most: how many of each.
     """
-    from sklearn.datasets import load_digits
-
-    data = cast("Any", load_digits())
+    data = read_digits()
     for label in labels:
         (folder / str(label)).mkdir(parents=True)
-        for number, pixels in enumerate(data.images[data.target == label][:most]):
+        for number, pixels in enumerate(data.pixels[data.labels == label][:most]):
             image = Image.fromarray(np.round(pixels * 255 / 16).astype(np.uint8))
             image.save(folder / str(label) / f"{number}.png")
 

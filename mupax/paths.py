@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
-import importlib.util
 import os
 import re
 import shutil
@@ -56,10 +55,9 @@ def path_of(word: str | Path) -> Path:
             f"{word} has {taken[0]} in it, which libraries for buckets take for a pattern or a version; write a place without "
             "# ? [ ] *"
         )
-    if importlib.util.find_spec("gcsfs") is None:
-        raise PathError(f"{word} needs the package gcsfs; run `pip install 'mupax[gcs]'`")
-    from mupax import buckets
+    from mupax import buckets, extras
 
+    extras.require("gcs", word, PathError)
     return buckets.path_of(word)
 
 

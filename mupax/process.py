@@ -71,6 +71,7 @@ _LOG_PREFIX = re.compile(r"^[EFWI]\d{4} \S+ +\d+ \S+\] ")
 _BACKEND_FILE = ("jax", "_src", "xla_bridge.py")
 _BACKEND_WORDS = ("Unable to initialize backend", "Unknown backend")
 _PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_DEFAULT_DEVICE", "JAX_NUM_CPU_DEVICES")
+_EXTRA_OF_PLATFORM = {"cuda": "cuda", "gpu": "cuda", "tpu": "tpu"}
 _CONFIG_FILE = ("jax", "_src", "config.py")
 
 
@@ -126,6 +127,7 @@ def check(remembered: Callable[[str, Trial], dict[str, float]], variables: Mappi
         value = variables.get(name, "")
         if value.lower() in values:
             raise VariableError(f"mupax does not work under {name}={value}: {reason}. Unset {name}")
+    _check_platforms(variables)
     flags = variables.get(XLA_FLAGS, "")
     # JAX that is imported has read the flags already.
     if "jaxlib" in sys.modules or all(_KNOWN_FLAG.fullmatch(flag) for flag in flags.split()):
@@ -135,6 +137,18 @@ def check(remembered: Callable[[str, Trial], dict[str, float]], variables: Mappi
 
     key = hashlib.sha256(f"{version('jaxlib')} {flags}".encode(errors="surrogateescape")).hexdigest()
     remembered(f"xla-flags-{key[:16]}", functools.partial(_try_flags, variables))
+
+
+def _check_platforms(variables: Mapping[str, str]) -> None:
+    """Refuse JAX_PLATFORMS that names a platform whose plugin is not installed."""
+    setting = variables.get("JAX_PLATFORMS", "")
+    for platform in setting.split(","):
+        extra = _EXTRA_OF_PLATFORM.get(platform)
+        # JAX takes a libtpu from there too.
+        if extra is not None and not (extra == "tpu" and variables.get("TPU_LIBRARY_PATH")):
+            from mupax import extras
+
+            extras.require(extra, f"JAX_PLATFORMS={setting}", VariableError)
 
 
 def _try_flags(variables: Mapping[str, str]) -> dict[str, float]:

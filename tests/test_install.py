@@ -32,7 +32,7 @@ from tests.fixtures.xla import QUICKLY
 from tests.test_readme import files_of_other_programs
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = {".html", ".json", ".typed"}
+DATA = {".html", ".json", ".npz", ".typed"}
 """Suffixes of what the product reads beside its code."""
 
 pytestmark = pytest.mark.slow

@@ -79,8 +79,6 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "train/data/assets.py": ("train/data/text",),
     "train/data/named_sets.py": ("train/data/sources",),
     "train/data/show.py": ("train/data/text",),
-    "train/run/dry_run.py": ("train/run/report/mirrors",),
-    "train/run/loop.py": ("train/run/report/mirrors",),
     "train/run/report/finish.py": ("train/reuse/generate", "train/run/report/mirrors"),
     "train/run/report/metrics.py": ("train/run/report/mirrors",),
     "train/run/results.py": ("train/run/report/mirrors",),

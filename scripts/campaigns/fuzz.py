@@ -1,18 +1,18 @@
-"""Feeds every reader files that are broken at random: none may crash, hang or fill the memory. Writes docs/fuzz.{json,md}.
+"""Broken files, thousands of them, to everything that reads files of others: none may crash, hang or fill the memory.
 
-    python -m scripts.campaigns.fuzz [--inputs 12000] [--workers 2] [--again] [--page FILE]
+    python -m scripts.campaigns.fuzz [--inputs 12000] [--only NAME ...] [--again] [--page FILE]
 
-A broken file must be read, or refused by an error of this project, which is a message and an exit code. What else is raised
-counts as a traceback. Each file has `SECONDS` of processor time and `MEMORY` more than the process had. What the table has
-counts; the rest is run. An input is known by its reader and number: `--only NAME --number N` shows one.
+Hypothesis draws how a file is broken, and makes what fails as small as it can before it is shown. A broken file must be
+read, or refused by an error of this project, which is a message and an exit code. What else is raised counts as a traceback.
+Each file has `SECONDS` of processor time and `MEMORY` more than the process had. Readers that the table has are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
-import random
 import resource
 import sys
 import tempfile
@@ -20,74 +20,114 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis import strategies as st
+
 from scripts import ROOT
-from scripts.campaigns import workers
 from scripts.pages.markdown import table
 
 PAGE = ROOT / "docs" / "fuzz.md"
 COMMAND = "python -m scripts.campaigns.fuzz"
 SECONDS = 5.0
 """Processor time of one file at most; a good one takes a hundredth."""
-PATIENCE_S = 120.0
-"""Until a process that does not answer is ended."""
+PATIENCE_S = 120
+"""Seconds until a reader that does not come back ends the process, with its traceback."""
 MEMORY = 512 * 2**20
 """How much larger a process may become at one file."""
-AT_ONCE = 50
-"""Inputs of one question to a worker."""
+LONGEST_MESSAGE = 2000
+COUNTS = ("inputs", "read", "refused", "tracebacks", "hangs", "large")
+_SETTINGS = settings(
+    deadline=None,
+    database=None,
+    phases=(Phase.generate, Phase.shrink),
+    report_multiple_bugs=False,
+    suppress_health_check=list(HealthCheck),
+)
 
 
-def outcomes(name: str, numbers: Sequence[int], folder: Path) -> list[dict[str, Any]]:
-    """What became of these inputs of a target: read, refused, or what is wrong."""
+class TooSlow(AssertionError):
+    """A file that took more than `SECONDS`."""
+
+
+class TooLarge(AssertionError):
+    """A file that took more than `MEMORY`."""
+
+
+_COLUMNS: dict[type[Exception], str] = {TooSlow: "hangs", TooLarge: "large"}
+
+
+def fed(name: str, inputs: int, folder: Path) -> dict[str, Any]:
+    """Feed broken files to a reader until one fails. Print that failure, and return the row of the table.
+
+    Args:
+        name: key of `TARGETS`.
+        inputs: files at most.
+        folder: for the files.
+    """
     from mupax.errors import MupaxError, MupaxFailure
     from scripts.campaigns.targets import TARGETS
 
-    target, results = TARGETS[name], []
+    target = TARGETS[name]
     place = folder / name.replace(" ", "-")
     place.mkdir(exist_ok=True)
     file = target.make(place)
     content = file.read_bytes()
     target.read(place)  # the good one; what it imports and caches is no input's
-    for number in numbers:
+    row = {**dict.fromkeys(COUNTS, 0), "slowest_s": 0.0, "grown_mib": 0.0}
+
+    @seed(name)
+    @settings(_SETTINGS, max_examples=inputs)
+    @given(st.sampled_from(target.broken), st.randoms(use_true_random=False))
+    def is_read_or_refused(break_file: Any, draw: Random) -> None:
         # Readers may write, as a run does that goes on; each input finds the good files but for the broken one.
         if not file.parent.exists() or name in ("metrics.jsonl", "config.json of a run"):
             target.make(place)
-        broken = target.broken[number % len(target.broken)](content, random.Random(f"{name} {number}"))
+        broken = break_file(content, draw)
+        note(f"{name}, broken: {broken[:1000]!r}")
         file.write_bytes(broken)
+        row["inputs"] += 1
+        message = ""
         before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        outcome, message = "read", ""
+        faulthandler.dump_traceback_later(PATIENCE_S, exit=True, file=2)
         try:
             target.read(place)
+            row["read"] += 1
         except (MupaxError, MupaxFailure) as error:
-            outcome, message = "refused", str(error)
-        except BaseException:
-            outcome, message = "traceback", traceback.format_exc()[-1500:]
+            row["refused"] += 1
+            message = str(error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            file.write_bytes(content)
+        assert len(message) <= LONGEST_MESSAGE
         seconds = time.process_time() - began
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        row["slowest_s"] = round(max(row["slowest_s"], seconds), 3)
+        row["grown_mib"] = round(max(row["grown_mib"], grown / 2**20), 1)
         if seconds > SECONDS:
-            outcome, message = "slow", f"{seconds:.1f} s"
-        elif grown > MEMORY:
-            outcome, message = "large", f"{grown / 2**20:.0f} MiB"
-        elif outcome == "refused" and len(message) > 2000:
-            outcome, message = "traceback", f"a message of {len(message)} characters: {message[:200]}"
-        results.append({"number": number, "outcome": outcome, "seconds": seconds, "grown": grown, "said": message})
-        file.write_bytes(content)
-    return results
+            raise TooSlow(f"{seconds:.1f} s")
+        if grown > MEMORY:
+            raise TooLarge(f"{grown / 2**20:.0f} MiB")
+
+    try:
+        is_read_or_refused()
+    except Exception as error:
+        row[_COLUMNS.get(type(error), "tracebacks")] += 1
+        traceback.print_exc()
+    return row
 
 
 def page(rows: dict[str, dict[str, Any]]) -> str:
     """The text of docs/fuzz.md."""
-    total = {
-        key: sum(row[key] for row in rows.values())
-        for key in ("inputs", "read", "refused", "tracebacks", "hangs", "large")
-    }
+    total = {key: sum(row[key] for row in rows.values()) for key in COUNTS}
     slowest, largest = (max(row[key] for row in rows.values()) for key in ("slowest_s", "grown_mib"))
     cells = [
         ["reader", "inputs", "read", "refused", "tracebacks", "hangs", "too much memory", "slowest", "most memory"]
     ]
     for name, row in rows.items():
-        counts = [str(row[key]) for key in ("inputs", "read", "refused", "tracebacks", "hangs", "large")]
+        counts = [str(row[key]) for key in COUNTS]
         cells.append([name, *counts, f"{row['slowest_s']:.2f} s", f"{row['grown_mib']:.0f} MiB"])
     return (
         f"# Broken files\n\nMade by `{COMMAND}`: {total['inputs']:,} files broken at random (bits, bytes, values of JSON, headers), "
@@ -98,66 +138,33 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     )
 
 
-def counted(row: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A row of the table with these outcomes too."""
-    keys = {"read": "read", "refused": "refused", "traceback": "tracebacks", "slow": "hangs", "large": "large"}
-    row = {**dict.fromkeys(("inputs", *keys.values()), 0), "slowest_s": 0.0, "grown_mib": 0.0, **row}
-    for one in results:
-        row["inputs"] += 1
-        row[keys[one["outcome"]]] += 1
-        row["slowest_s"] = round(max(row["slowest_s"], one["seconds"]), 3)
-        row["grown_mib"] = round(max(row["grown_mib"], one["grown"] / 2**20), 1)
-    return row
+def is_bad(row: dict[str, Any]) -> bool:
+    """Return whether a reader failed."""
+    return bool(row["tracebacks"] or row["hangs"] or row["large"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Feed what is missing, then write the page; 0 where nothing crashed, hung or filled the memory."""
+    """Feed the readers that are missing, then write the page; 0 where nothing crashed, hung or filled the memory."""
+    os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.campaigns.targets import TARGETS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=12_000, help="of all readers together (12000)")
-    parser.add_argument("--workers", type=int, default=2, help="processes (2)")
     parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS), help="readers")
-    parser.add_argument("--number", type=int, help="feed this one, and show what is said")
     parser.add_argument("--again", action="store_true", help="forget what the table holds")
     parser.add_argument("--page", type=Path, default=PAGE, help="write here, and the rows beside it")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.worker is not None:
-        workers.serve(lambda question: outcomes(question[0], question[1], args.worker))
-        return 0
-    if args.number is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ["MUPAX_DATA"] = f"{folder}/data"
-            print(json.dumps(outcomes(args.only[0], [args.number], Path(folder)), indent=1).replace("\\n", "\n"))
-        return 0
     path = args.page.with_suffix(".json")
     rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() and not args.again else {}
-    each, bad = -(-args.inputs // len(TARGETS)), 0
-    questions = []
-    for start in range(0, each, AT_ONCE):
+    inputs = -(-args.inputs // len(TARGETS))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MUPAX_DATA"] = f"{folder}/data"
         for name in args.only:
-            if start >= rows.get(name, {}).get("inputs", 0):
-                questions.append((name, list(range(start, min(each, start + AT_ONCE)))))
-    with tempfile.TemporaryDirectory() as temporary:
-        environ = {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        pool = [
-            workers.Worker("scripts.campaigns.fuzz", folder, {**environ, "MUPAX_DATA": str(folder / "data")})
-            for folder in (Path(temporary) / str(k) for k in range(args.workers))
-        ]
-        for (name, numbers), answer in workers.answers(pool, questions, PATIENCE_S):
-            results = answer or [
-                {"number": numbers[0], "outcome": "slow", "seconds": PATIENCE_S, "grown": 0, "said": "no answer"}
-            ]
-            for one in results:
-                if one["outcome"] not in ("read", "refused"):
-                    bad += 1
-                    print(f"{name} {one['number']}: {one['outcome']}: {one['said']}", file=sys.stderr, flush=True)
-            rows[name] = counted(rows.get(name, {}), results)
-            rows = {name: rows[name] for name in TARGETS if name in rows}
+            if rows.get(name, {}).get("inputs", 0) < inputs:
+                rows[name] = fed(name, inputs, Path(folder))
             path.write_text(json.dumps(rows, indent=1) + "\n")
-            args.page.write_text(page(rows))
-    return int(any(row["tracebacks"] or row["hangs"] or row["large"] for row in rows.values()))
+    args.page.write_text(page({name: rows[name] for name in TARGETS if name in rows}))
+    return int(any(map(is_bad, rows.values())))
 
 
 if __name__ == "__main__":

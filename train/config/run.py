@@ -253,3 +253,28 @@ class Config:
             workdir=self.workdir or str(Path("runs") / self.recipe),
             data=dataclasses.replace(self.data, eval_batch_size=self.eval_batch_size),
         )
+
+
+def check_extras(config: Config, *, reads_data: bool = True) -> None:
+    """Refuse a config that needs an extra which is not installed, before anything is prepared, written or compiled.
+
+    Args:
+        config: complete config.
+        reads_data: whether the command reads data; a dry run does not.
+
+    Raises:
+        MupaxError: the text says which extra to install.
+    """
+    users = {name: f"--log.{name}" for name in config.log.trackers}
+    texts = [word.partition("=")[2] for word in (*config.data.mix, *config.data.evaluate)]
+    for name in (config.data.name, *texts):
+        if reads_data and name.startswith("hf:"):
+            users["hf"] = f"data.name {name}"
+    product_dtype = config.model.compute.product_dtype
+    if product_dtype is not None:
+        users["quantized"] = f"model.compute.product_dtype {product_dtype}"
+    if users:
+        from mupax import extras
+
+        for extra, user in users.items():
+            extras.require(extra, user)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -236,3 +237,70 @@ def shift_and_flip(images: Sequence[np.ndarray], uniforms: np.ndarray) -> np.nda
     y = (u * (2 * p + 1)).astype(int)[:, None] + np.arange(H)
     x = (v * (2 * q + 1)).astype(int)[:, None] + columns
     return padded[np.arange(B)[:, None, None], y[:, :, None], x[:, None, :]].astype(np.float32)
+
+
+class DigitImages(NamedTuple):
+    """The test part of UCI's "optical recognition of handwritten digits" (Alpaydin and Kaynak 1998, CC BY 4.0).
+
+    The order is that in which scikit-learn ships them.
+
+    Attributes:
+        pixels: uint8 [1797, 8, 8], from 0 (white) to 16.
+        labels: uint8 [1797].
+        held_out: bool [1797], the usual stratified fifth: scikit-learn's `train_test_split` from state 0.
+    """
+
+    pixels: np.ndarray
+    labels: np.ndarray
+    held_out: np.ndarray
+
+
+def read_digits() -> DigitImages:
+    """Read the handwritten digits that come with this package."""
+    with np.load(Path(__file__).with_name("digits.npz")) as arrays:
+        return DigitImages(arrays["pixels"], arrays["labels"], arrays["held_out"])
+
+
+def fit_logistic(x: np.ndarray, y: np.ndarray, *, inverse_penalty: float, iterations: int) -> np.ndarray:
+    """Fit logistic regression by L-BFGS and return its weights, float [features + 1, classes]; the last row is the biases.
+
+    Args:
+        x: features [examples, features].
+        y: classes from 0, all of them present [examples].
+        inverse_penalty: C, where squared weights but biases cost 1 / (2 C) beside the summed loss.
+        iterations: of L-BFGS at most.
+    """
+    from scipy.optimize import minimize
+    from scipy.special import log_softmax
+
+    features = _with_ones(x)
+    targets = np.eye(int(y.max()) + 1, dtype=features.dtype)[y]
+    penalty = np.full((features.shape[1], 1), 1 / inverse_penalty, features.dtype)
+    penalty[-1] = 0
+
+    def loss_and_gradient(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        # NumPy would widen float32 features to float64 at every product.
+        weights = flat.reshape(features.shape[1], -1).astype(features.dtype)
+        log_probs = log_softmax(features @ weights, axis=1)
+        loss = (penalty * weights**2).sum() / 2 - (targets * log_probs).sum()
+        gradient = features.T @ (np.exp(log_probs) - targets) + penalty * weights
+        return float(loss) / len(x), gradient.ravel().astype(float) / len(x)
+
+    start = np.zeros(features.shape[1] * targets.shape[1])
+    limits = {"maxiter": iterations, "gtol": 1e-4, "maxls": 50, "ftol": 64 * np.finfo(float).eps}
+    fitted = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=limits)
+    return fitted.x.reshape(features.shape[1], -1)
+
+
+def predict_logistic(weights: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return the likeliest class of every example.
+
+    Args:
+        weights: as `fit_logistic` returns them.
+        x: features [examples, features].
+    """
+    return (_with_ones(x) @ weights).argmax(1)
+
+
+def _with_ones(x: np.ndarray) -> np.ndarray:
+    return np.hstack([x, np.ones((len(x), 1), x.dtype)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import os
 import re
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mupax import extras
 from mupax.errors import MupaxError
 from mupax.train.parallel.chips import CHIPS, Chip
 
@@ -62,10 +62,7 @@ def ready() -> None:
     Raises:
         TopologyError: libtpu is not installed.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise TopologyError(
-            "the TPU compiler is not installed; pip install 'mupax[tpu]' (no TPU is needed to compile for one)"
-        )
+    extras.require("tpu", "compiling for a TPU, which needs no TPU,", TopologyError)
     for name, value in _OUTSIDE.items():
         os.environ.setdefault(name, value)
 

@@ -19,7 +19,7 @@ from mupax import terminal
 from mupax.paths import is_remote, path_of, remove_tree
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import joint
-from mupax.train.config.run import Config
+from mupax.train.config.run import Config, check_extras
 from mupax.train.config.sections import CheckpointConfig
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program
@@ -119,10 +119,7 @@ def run(config: Config) -> int:
     Raises:
         ConfigError, PresetError, MeshError, MupaxError: what does not fit or is not installed, as the run itself would say.
     """
-    if config.log.trackers:
-        from mupax.train.run.report.mirrors import trackers
-
-        trackers.check(config.log)
+    check_extras(config, reads_data=False)
     program = fit.program_of(config)
     if config.recipe:
         terminal.say(f"{config.recipe}: {program.preset.describe()}")

@@ -23,7 +23,7 @@ import numpy as np
 from mupax.plugins import refuse_while_importing
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config.metrics import evaluation_row, metric_values
-from mupax.train.config.run import Config
+from mupax.train.config.run import Config, check_extras
 from mupax.train.config.sections import SaveNeed
 from mupax.train.core.program import assemble
 from mupax.train.core.state import RejectedStep, TrainState
@@ -69,7 +69,7 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
 
     Raises:
         ConfigError, PresetError, MeshError, DataError, WorkdirError: bad input, before the first step.
-        MupaxError: a tracker that is not installed, before anything is prepared.
+        MupaxError: an extra that is not installed, before anything is prepared.
         MemoryLimitError: more memory is needed than there is, before the first step.
         OutOfMemory: memory ran out all the same.
         DataError, ReadError: data that cannot be read later on, after saving.
@@ -77,10 +77,7 @@ def run(config: Config, hooks: Hooks | None = None) -> int:
         SystemExit: stopped by a signal with nothing to save.
     """
     refuse_while_importing()
-    if config.log.trackers:
-        from mupax.train.run.report.mirrors import trackers
-
-        trackers.check(config.log)
+    check_extras(config)
     with runtime(config) as rt:
         program = assemble(rt.config)
         check_state(program, memory_limit(program, rt, "start"))

@@ -126,14 +126,7 @@ class Report(contextlib.ExitStack):
         self._spool = rt.spool
         if rt.processes.leader:
             step = position.step if position.keep_metrics else None
-            self._writer = MetricsWriter(
-                rt.files,
-                tensorboard=log.tensorboard,
-                wandb=log.wandb,
-                trackio=log.trackio,
-                resume_step=step,
-                note=rt.console.print,
-            )
+            self._writer = MetricsWriter(rt.files, log=log, resume_step=step, note=rt.console.print)
         peak = hardware.peak_flops(jax.devices()[0].device_kind, config.model.compute.dtype)
         peak = None if peak is None else peak * program.mesh.size
         memory = partial(hardware.memory_peak, jax.local_devices())

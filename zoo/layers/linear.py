@@ -5,7 +5,6 @@ V is vocabulary or classes, R all leading dimensions in one; an argument without
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import warnings
 from collections.abc import Callable
@@ -78,10 +77,10 @@ def product_kind(compute: ComputeConfig) -> str | None:
     Raises:
         ConfigError: it needs a package that is not here.
     """
-    if compute.product_dtype is not None and importlib.util.find_spec("qwix") is None:
-        raise ConfigError(
-            f"model.compute.product_dtype {compute.product_dtype} needs qwix; install it by pip install 'mupax[quantized]'"
-        )
+    if compute.product_dtype is not None:
+        from mupax import extras
+
+        extras.require("quantized", f"model.compute.product_dtype {compute.product_dtype}", ConfigError)
     return compute.product_dtype
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,9 +64,8 @@ def test_an_address_is_no_path_in_a_config_of_code() -> None:
 
 
 def test_a_bucket_needs_a_package_and_a_name(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "gcsfs" else find(name, *a))
-    assert "--workdir: gs://b/r needs the package gcsfs; run `pip install 'mupax[gcs]'`" in refused(
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    assert "--workdir: gs://b/r needs gcsfs; run `pip install 'mupax[gcs]'`" in refused(
         capsys, *["train", "lm-tiny", "--workdir", "gs://b/r"]
     )
     assert "the path: gs:// is no gs://bucket/folder" in refused(capsys, "eval", "gs://")

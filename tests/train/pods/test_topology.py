@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import types
 from pathlib import Path
@@ -62,15 +61,6 @@ def test_a_wrong_topology_is_told_what_to_write(written: str, message: str) -> N
 def test_only_whole_pods_and_cubes_are_tori(name: str, around: list[bool]) -> None:
     # As the table of MaxText (utils/accelerator_to_spec_map.py).
     assert topology.wraps(name) == around
-
-
-def test_without_the_compiler_the_command_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "libtpu" else find_spec(name, *a))
-    assert main(["compile", "lm-tiny", "--topology", "v5e:2x2"]) == 2
-    assert "pip install 'mupax[tpu]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ All tolerances are for float32, relative to the largest entry: 2e-5 for one pass
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -20,8 +19,8 @@ from flax import nnx
 
 from mupax.train.config.run import MeshConfig
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
-from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig
-from mupax.zoo.definition import Init, definition
+from mupax.zoo.configs import DecoderConfig
+from mupax.zoo.definition import Init
 from mupax.zoo.layers.kernels import attend, merged_attention
 from mupax.zoo.layers.linear import Norm, _turned, project, rotary, scaled_frequencies
 from mupax.zoo.transformer import RopeScaling
@@ -243,15 +242,6 @@ def test_mlps_equal_their_formulas(activation: Any) -> None:
 
 
 # Products of 8 bits
-
-
-def test_products_of_8_bits_without_their_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    config = dataclasses.replace(DECODER, compute=ComputeConfig(product_dtype="int8"))
-    with pytest.raises(
-        ConfigError, match=r"product_dtype int8 needs qwix; install it by pip install 'mupax\[quantized\]'"
-    ):
-        definition(config)
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])

@@ -70,9 +70,9 @@ def ed_tiny() -> Config:
 
 
 def vit_digits() -> Config:
-    """A vision transformer on scikit-learn's real handwritten digits, under mup.
+    """A vision transformer on real handwritten digits, under mup.
 
-    Cost: under two minutes on two CPU cores. Needs no download: the images come with scikit-learn.
+    Cost: under two minutes on two CPU cores. Needs no download: the images come with mupax.
     Expect a test accuracy of 98.5 to 99 % on the random split (logistic regression: 96.9 %), and about 96 % with
     `--data.split writer`, which tests on writers never seen in training (logistic regression: 90.8 %).
     """

@@ -18,7 +18,7 @@ from absl import logging
 
 from mupax import disk
 from mupax.paths import lasting_name
-from mupax.train.data import cache
+from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 
 
@@ -69,11 +69,7 @@ class PythonCorpus(tfds.core.GeneratorBasedBuilder):
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """scikit-learn's handwritten digits in their own order: 8 x 8 pixels of 17 grey levels, 1,797 of them.
-
-    They are the test part of UCI's "optical recognition of handwritten digits" (Alpaydin and Kaynak 1998). `held_out`
-    marks the usual stratified fifth, scikit-learn's `train_test_split` from state 0.
-    """
+    """Handwritten digits (`mupax.train.data.images.read_digits`) in their own order."""
 
     VERSION = tfds.core.Version("1.0.0")
     pkg_dir_path: Any = Path(__file__).parent
@@ -90,15 +86,10 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         return {"train": self._generate_examples()}
 
     def _generate_examples(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-
-        digits: Any = load_digits()
-        indices = np.arange(len(digits.target))
-        _, test = train_test_split(indices, test_size=0.2, stratify=digits.target, random_state=0)
-        for i in map(int, indices):
-            image = digits.images[i][..., None].astype(np.uint8)
-            yield i, {"image": image, "label": int(digits.target[i]), "held_out": bool(np.isin(i, test))}
+        digits = images.read_digits()
+        for i in range(len(digits.labels)):
+            image = digits.pixels[i][..., None]
+            yield i, {"image": image, "label": int(digits.labels[i]), "held_out": bool(digits.held_out[i])}
 
 
 def from_folder(folder: Path) -> Any:
@@ -233,5 +224,5 @@ def prepare_python_corpus(data_dir: str | None, note: cache.Note) -> None:
 
 
 def prepare_digits(data_dir: str | None, note: cache.Note) -> None:
-    """Write the digits of scikit-learn to disk, unless they are there."""
+    """Write the handwritten digits to disk, unless they are there."""
     embedded(Digits, data_dir, note)

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, split at random or by writer, with logistic regression as the reference.
+"""Handwritten digits, split at random or by writer, with logistic regression as the reference.
 
 Every writer filled the same form: 130 digits in a fixed order, in the data as 14 runs of it with a few digits missing.
 The runs are therefore known from the labels alone. The split by writer tests on the last three forms: image 1415, where
@@ -42,11 +42,10 @@ def logistic_accuracy(train: Iterable[tuple[np.ndarray, int]], test: Iterable[tu
     Args:
         train, test: (pixels [8, 8, 1] from 0 to 16, label) each.
     """
-    from sklearn.linear_model import LogisticRegression
-
     (x, y), (x_test, y_test) = (map(np.array, zip(*pairs, strict=True)) for pairs in (train, test))
-    model = LogisticRegression(C=10, max_iter=2000).fit(x.reshape(len(x), -1) / _WHITE, y)
-    return float(model.score(x_test.reshape(len(x_test), -1) / _WHITE, y_test))
+    weights = images.fit_logistic(x.reshape(len(x), -1) / _WHITE, y, inverse_penalty=10, iterations=2000)
+    predicted = images.predict_logistic(weights, x_test.reshape(len(x_test), -1) / _WHITE)
+    return float((predicted == y_test).mean())
 
 
 def digits(config: DataConfig, model: ModelConfig, seed: int, note: cache.Note) -> DigitData:
@@ -83,5 +82,5 @@ def by_writer(labels: np.ndarray) -> np.ndarray:
         DataError: no form starts there, so these are not the digits this was written for.
     """
     if not np.array_equal(labels[FIRST_TEST_FORM : FIRST_TEST_FORM + 30], np.arange(30) % 10):
-        raise DataError("this scikit-learn's digits are in another order; use data.split random")
+        raise DataError("these digits are in another order; use data.split random")
     return np.arange(len(labels)) >= FIRST_TEST_FORM

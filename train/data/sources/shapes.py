@@ -88,15 +88,13 @@ def linear_accuracy(train_images: int, eval_images: int) -> float:
     Args:
         train_images, eval_images: how many, the first of each stream.
     """
-    from sklearn.linear_model import LogisticRegression
-
     x, y = _batch(0, TRAIN, np.arange(train_images))
     # Weak pixels want a strong penalty: without one the many weights fit chance alone.
-    model = LogisticRegression(C=1e-4, max_iter=100).fit(x.reshape(len(x), -1), y)
+    weights = images.fit_logistic(x.reshape(len(x), -1), y, inverse_penalty=1e-4, iterations=100)
     correct = 0.0
     for start in range(0, eval_images, 5000):
         x, y = _batch(_EVAL_SEED, EVAL, np.arange(start, min(start + 5000, eval_images)))
-        correct += float((model.predict(x.reshape(len(x), -1)) == y).sum())
+        correct += float((images.predict_logistic(weights, x.reshape(len(x), -1)) == y).sum())
     return correct / eval_images
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import re
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mupax import extras
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError, ReadError
@@ -56,8 +56,7 @@ def opened(name: str, limits: LimitsConfig = DEFAULT_LIMITS) -> DataSet:
     """
     place, subset = _place(name)
     where = str(place) if isinstance(place, Path) else place[0]
-    if importlib.util.find_spec("datasets") is None:
-        raise DataError(f"data.name {name} needs the package datasets; run `pip install 'mupax[hf]'`")
+    extras.require("hf", f"data.name {name}", DataError)
     import datasets  # pyright: ignore[reportMissingImports]
 
     datasets.disable_progress_bars()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mupax import extras
 from mupax.errors import MupaxError
 from mupax.train.config.sections import Step
 
@@ -17,8 +17,7 @@ class TaskError(MupaxError):
 
 def check() -> None:
     """Raises TaskError where the harness is not here."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise TaskError("--tasks needs the lm-eval harness; install it by pip install 'mupax[eval]'")
+    extras.require("eval", "--tasks", TaskError)
 
 
 def measured(

@@ -57,12 +57,17 @@ def card(
         tokenizer: whether a tokenizer.json is exported.
         chats: whether it has a chat template.
     """
+    from huggingface_hub import ModelCardData
+
     model, sizes = source.model, source.model.sizes()
     task, loader = ("text2text-generation", "AutoModelForSeq2SeqLM") if model.denoises else _TASKS[model.task]
-    head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [mupax]"]
-    head += [f"license: {licence}", "---"] if licence else ["---"]
+    header = ModelCardData(library_name="transformers", pipeline_tag=task, tags=["mupax"], license=licence)
     shape = f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}"
-    lines = [*head, f"# {_inline(name)}", f"{model.family}, {shape}; {flops.params(model):,} parameters."]
+    lines = [
+        f"---\n{header}\n---",
+        f"# {_inline(name)}",
+        f"{model.family}, {shape}; {flops.params(model):,} parameters.",
+    ]
     if source.preset:
         lines += [
             "## Parameterization",
@@ -77,8 +82,9 @@ def card(
         *_use(source, loader, tokenizer, chats),
         "## Licence",
         f"`{licence}`, as whoever wrote this card says." if licence else _NO_LICENCE,
+        f"Written by mupax {__version__}.",
     ]
-    return "\n\n".join(["\n".join(lines[: len(head)]), *lines[len(head) :], f"Written by mupax {__version__}."]) + "\n"
+    return "\n\n".join(lines) + "\n"
 
 
 def _training(source: WeightsSource) -> list[str]:

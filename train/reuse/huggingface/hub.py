@@ -6,7 +6,6 @@ that nothing here reads is refused before its weights come.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -65,8 +64,6 @@ def local(place: Path, revision: str | None) -> Path:
 
 def _snapshot(name: str, revision: str | None) -> Path:
     """The folder of a model in the cache, with all that is read of it."""
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise HubError(f"no folder {name}, and the hub is asked by huggingface_hub; run `pip install 'mupax[hub]'`")
     folder = _downloaded(name, revision, NEAR)
     at = f"{name} at {folder.name[:12]}"
     if not (folder / CONFIG).is_file():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,8 +64,6 @@ def main(argv: Sequence[str]) -> int:
         WeightsError, WorkdirError: no model there.
     """
     args = command_line.parse(Push, "mupax push", argv)
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise PushError("push needs huggingface_hub; install it by pip install 'mupax[hub]'")
     _check_name(args.to)
     api = None if args.dry_run else _client()
     with _files(args) as (folder, names):

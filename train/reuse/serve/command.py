@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import warnings
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, extras, terminal
 from mupax.train.checkpoints.command import TEMPLATE_FLAG, ModelFlags
 from mupax.train.reuse.serve.logs import one_line
 
@@ -85,9 +84,7 @@ def _check(args: Serve) -> None:
             raise command_line.UsageError(f"{flag} is {value}; write at least 1")
     if not 0 < args.max_seconds < math.inf:
         raise command_line.UsageError(f"--max-seconds is {args.max_seconds}; write a positive number")
-    absent = [name for name in ("h11", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise command_line.UsageError(f"serve needs {' and '.join(absent)}; install them by pip install 'mupax[serve]'")
+    extras.require("serve", "mupax serve", command_line.UsageError)
 
 
 def opened_service(args: Serve) -> Service:

@@ -54,10 +54,10 @@ from mupax.errors import MupaxError
 from mupax.paths import path_of
 from mupax.train.config.metrics import METRICS, row_name
 from mupax.train.config.run import Config
-from mupax.train.config.sections import METRIC, cost, metrics_of
+from mupax.train.config.sections import METRIC, LogConfig, cost, metrics_of
 
 if TYPE_CHECKING:
-    from mupax.train.run.report.mirrors.trackers import Media, TensorBoard, Trackio, Wandb
+    from mupax.train.run.report.mirrors.trackers import Media, Writer
 
 _FLUSH_S, _CLOSE_S = 10.0, 60.0
 """How long the run waits for mirrors at a checkpoint, and at its end."""
@@ -77,9 +77,7 @@ class MetricWriters:
 
     Args:
         folder: of the run.
-        tensorboard: whether to write its events.
-        wandb: project of Weights & Biases to log to; None does not.
-        trackio: the same of trackio.
+        log: which writers.
         resume_step: the step that was restored; None begins anew.
         note: told what is left out.
 
@@ -90,21 +88,17 @@ class MetricWriters:
     def __init__(
         self,
         folder: Path,
-        tensorboard: bool,
-        wandb: str | None,
-        trackio: str | None,
+        log: LogConfig,
         resume_step: int | None,
         note: Callable[[str], None] = terminal.note,
     ) -> None:
-        from mupax.train.run.report.mirrors.trackers import TensorBoard, Trackio, Wandb
+        from mupax.train.run.report.mirrors.trackers import TRACKERS, TensorBoard
 
-        self._mirrors: list[TensorBoard | Wandb | Trackio] = []
+        self._mirrors: list[Writer] = []
         self._note, self._hangs, self._late = note, False, threading.Event()
-        if wandb is not None:
-            self._mirrors.append(Wandb(wandb, folder, new=resume_step is None))
-        if trackio is not None:
-            self._mirrors.append(Trackio(trackio, folder, new=resume_step is None))
-        if tensorboard:
+        for name, project in log.trackers.items():
+            self._mirrors.append(TRACKERS[name](project, folder, new=resume_step is None))
+        if log.tensorboard:
             try:
                 self._mirrors.append(TensorBoard(folder / "tensorboard", resume_step))
             except OSError as error:
@@ -156,8 +150,6 @@ class MetricWriters:
 
     def _each(self, method: str, *arguments: Any) -> None:
         for mirror in [*self._mirrors]:
-            if not hasattr(mirror, method):
-                continue
             try:
                 getattr(mirror, method)(*arguments)
             except Exception as error:  # of whatever kind: the run needs none of them
@@ -196,9 +188,7 @@ class MetricsWriter:
 
     Args:
         workdir: folder of the run; made if missing. Gets `metrics.jsonl`, and `tensorboard/` if asked.
-        tensorboard: also write TensorBoard events.
-        wandb: Weights & Biases project to log to as well; None does not.
-        trackio: trackio project, the same.
+        log: what else gets the rows.
         resume_step: the step that was restored: rows of later steps are dropped, so that no step appears twice. None
             starts a new file in place of any old one.
         note: told where rows of steps before it are not there.
@@ -211,9 +201,7 @@ class MetricsWriter:
         self,
         workdir: Path | str,
         *,
-        tensorboard: bool = False,
-        wandb: str | None = None,
-        trackio: str | None = None,
+        log: LogConfig | None = None,
         resume_step: int | None = None,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -221,8 +209,8 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Mirrors first: where one cannot start, the old file is untouched.
         self._mirrors: MetricWriters | None = None
-        if tensorboard or wandb is not None or trackio is not None:
-            self._mirrors = MetricWriters(self.path.parent, tensorboard, wandb, trackio, resume_step)
+        if log is not None and (log.tensorboard or log.trackers):
+            self._mirrors = MetricWriters(self.path.parent, log, resume_step)
         if missing := _keep_until(self.path, resume_step):
             note(missing)
         self._file = self.path.open("ab", buffering=0)

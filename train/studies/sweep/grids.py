@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from mupax.train.config.run import Config
 
 
+MOST_DIGITS = 4
+"""Of a grid's count."""
+
+
 def parse(text: str) -> tuple[float, ...]:
     """The numbers of a grid, in the order written.
 
@@ -25,8 +29,13 @@ def parse(text: str) -> tuple[float, ...]:
     parts = text.split(":")
     if len(parts) == 1:
         return tuple(_number(word, text) for word in text.split(","))
-    if len(parts) != 3 or not (parts[2].strip().isdigit() and int(parts[2]) >= 2):
-        raise ConfigError(f"grid {text!r}: write START:STOP:COUNT with a count of at least 2, as 2^-12:2^-4:9")
+    count_word = parts[-1].strip()
+    # The superscript two is a digit that `int` does not read, and a count of ten digits fills the memory.
+    is_count = count_word.isdecimal() and len(count_word) <= MOST_DIGITS and int(count_word) >= 2
+    if len(parts) != 3 or not is_count:
+        raise ConfigError(
+            f"grid {text!r}: write START:STOP:COUNT with a count from 2 to {10**MOST_DIGITS - 1}, as 2^-12:2^-4:9"
+        )
     start, stop, count = _number(parts[0], text), _number(parts[1], text), int(parts[2])
     if start <= 0 or stop <= 0:
         raise ConfigError(

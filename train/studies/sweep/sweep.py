@@ -37,7 +37,7 @@ from mupax.config_fields import config_fields, with_defaults
 from mupax.train.checkpoints.workdir import locked, surroundings
 from mupax.train.config.data import PixelsConfig, TransformsConfig, source
 from mupax.train.config.record import OLDER_PIXELS, to_json
-from mupax.train.config.run import Config, FaultsConfig, PresetConfig
+from mupax.train.config.run import Config, FaultsConfig, PresetConfig, check_extras
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import environment
@@ -333,7 +333,7 @@ class Sweep:
     """Trains points as they are asked for, and keeps what it has compiled.
 
     Args:
-        folder: where rows and unfinished points go, created if missing.
+        folder: where rows and unfinished points go; `run` creates it if missing.
         how: all points of a program at once, one after another, or whichever a short trial shows to be faster.
         evaluated: whether each point is evaluated after its last step.
         stop: called between steps; True ends the sweep.
@@ -363,7 +363,6 @@ class Sweep:
         self._saving = saving
         self._devices, self._programs, self._batches = devices, {}, Batches()
         self._chooser = ExecutionTrial(how, self._batches, evaluated)
-        self._folder.mkdir(parents=True, exist_ok=True)
 
     def has_rows(self, configs: Sequence[Config]) -> bool:
         """Return whether the folder has a row of every point, so that `run` would train nothing."""
@@ -391,6 +390,9 @@ class Sweep:
         """
         watcher = one_at_a_time(watcher or SweepCallback())
         self._batches.note = watcher.note
+        for config in configs:
+            check_extras(config)
+        self._folder.mkdir(parents=True, exist_ok=True)
         with locked(self._folder, Processes()):
             rows, groups = Rows(self._folder, watcher.note), grouped(configs, self._programs, self._devices)
             members = [member for group in groups.values() for member in group]

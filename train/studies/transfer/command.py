@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mupax import command_line, terminal
 from mupax.train.config import cli
+from mupax.train.config.run import check_extras
 from mupax.train.studies.transfer.flags import Transfer
 from mupax.train.studies.transfer.planned import label_of, parsed, planned, shared
 from mupax.zoo.configs import ConfigError
@@ -54,6 +55,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     if recipe.dry_run:
         _dry_run(studies, args)
         return 0
+    check_extras(config)
 
     from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep.work import Stopped

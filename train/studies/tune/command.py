@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro import conf
 
-from mupax import command_line, terminal
+from mupax import command_line, extras, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least, note_warmup
@@ -99,6 +99,7 @@ def main(argv: Sequence[str]) -> int:
     from mupax.train.studies.tune import over
 
     args, rest = command_line.parse_known(Tune, "mupax tune", cli.with_file_first(argv))
+    extras.require("tune", "mupax tune")
     if "--workdir" in rest or "--resume" in rest:
         raise ConfigError("a search has --out in place of --workdir, and goes on by itself without --resume")
     config = cli.parse(args.recipe, cli.recipe_of_points(args.recipe), rest, command_line.flags(Tune)).config

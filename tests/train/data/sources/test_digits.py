@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
 
 from mupax.train import data
@@ -170,6 +171,16 @@ def test_jitter_moves_turns_and_scales() -> None:
     assert spot(scale=1.0)[1] == pytest.approx(10 + 5 * np.exp(0.06), abs=0.1)
     turned = spot(angle=1.0) - 10
     assert abs(np.degrees(np.arctan2(turned[0], turned[1]))) == pytest.approx(6, abs=1)
+
+
+def test_logistic_regression_is_that_of_scikit_learn() -> None:
+    pixels = ORIGINAL.data / 16
+    model = LogisticRegression(C=10, max_iter=2000).fit(pixels[:150], ORIGINAL.target[:150])
+    weights = images.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=10, iterations=2000)
+    assert np.abs(weights[:-1] - model.coef_.T).max() < 0.02
+    assert np.array_equal(images.predict_logistic(weights, pixels[150:]), model.predict(pixels[150:]))
+    weaker = images.fit_logistic(pixels[:150], ORIGINAL.target[:150], inverse_penalty=1, iterations=2000)
+    assert np.abs(weaker[:-1] - model.coef_.T).max() > 0.1  # the control
 
 
 def test_logistic_regression_beside_it() -> None:

@@ -281,14 +281,6 @@ def opened(name: str) -> hub.DataSet:
     return hub.opened(name)
 
 
-def test_without_the_package_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        DataError, match=r"hf:allenai/c4:en needs the package datasets; run `pip install 'mupax\[hf\]'`"
-    ):
-        opened("hf:allenai/c4:en")
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mupax.train.data.text.detokenizer import Detokenizer, token_bytes
 from mupax.train.data.text.tokenizer import Bytes, Ids
+from tests.fixtures.properties import PROPERTY
 from tests.fixtures.small_tokenizers import KINDS, TEXT, sentencepiece, subwords
 
 
@@ -30,28 +32,26 @@ def streamed(tokenizer: Any, prompt: list[int], ids: list[int]) -> list[str]:
     return [decoder.prompt_text, *pieces, decoder.finish()]
 
 
-def test_random_tokens_give_the_text_of_all_decoded_at_once(tokenizer: Any) -> None:
-    draw = random.Random(0)
-    for _ in range(150):
-        ids = [draw.randrange(tokenizer.vocab_size) for _ in range(draw.choice((3, 20, 90)))]
-        cut = draw.randrange(len(ids) // 2)
-        start, *pieces = streamed(tokenizer, ids[:cut], ids[cut:])
-        prompt = tokenizer.decode(ids[:cut])
-        assert start == prompt or (prompt.startswith(start) and prompt.endswith("\ufffd"))
-        assert "".join(pieces) == tokenizer.decode(ids)[len(start) :]
+@PROPERTY
+@given(st.data())
+def test_random_tokens_give_the_text_of_all_decoded_at_once(tokenizer: Any, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=60))
+    cut = data.draw(st.integers(0, len(ids) // 2))
+    start, *pieces = streamed(tokenizer, ids[:cut], ids[cut:])
+    prompt = tokenizer.decode(ids[:cut])
+    assert start == prompt or (prompt.startswith(start) and prompt.endswith("\ufffd"))
+    assert "".join(pieces) == tokenizer.decode(ids)[len(start) :]
 
 
-def test_texts_come_out_whole_and_characters_are_never_cut(tokenizer: Any) -> None:
+@PROPERTY
+@given(st.text(TEXT, max_size=60), st.integers(0, 20))
+def test_texts_come_out_whole_and_characters_are_never_cut(tokenizer: Any, text: str, cut: int) -> None:
     if isinstance(tokenizer, Ids):
         return
-    draw = random.Random(1)
-    for _ in range(20):
-        text = "".join(draw.choice(TEXT) for _ in range(120))
-        ids = tokenizer.encode([text.encode()])[0].tolist()
-        cut = draw.randrange(20)
-        start, *pieces = streamed(tokenizer, ids[:cut], ids[cut:])
-        assert start + "".join(pieces) == tokenizer.decode(ids)
-        assert "\ufffd" not in "".join(pieces)
+    ids = tokenizer.encode([text.encode()])[0].tolist()
+    start, *pieces = streamed(tokenizer, ids[:cut], ids[cut:])
+    assert start + "".join(pieces) == tokenizer.decode(ids)
+    assert "\ufffd" not in "".join(pieces)
 
 
 def test_work_per_token_does_not_grow(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,19 +64,20 @@ def test_work_per_token_does_not_grow(tokenizer: Any, monkeypatch: pytest.Monkey
     assert sum(sizes) < 100 * len(ids) * 40
 
 
-def test_bytes_of_tokens_are_the_text(tokenizer: Any) -> None:
-    draw = random.Random(2)
+@PROPERTY
+@given(st.data())
+def test_bytes_of_tokens_are_the_text(tokenizer: Any, data: st.DataObject) -> None:
     # A run with a wrong byte is U+FFFD throughout in SentencePiece's text; its bytes stay.
     texts = [t for t in range(tokenizer.vocab_size) if not tokenizer.is_skipped(t)]
-    chosen = [t for t in texts if not tokenizer.in_byte_run(t)]
+    chosen = st.lists(st.sampled_from([t for t in texts if not tokenizer.in_byte_run(t)]), min_size=1, max_size=20)
     character = [] if isinstance(tokenizer, Ids) else tokenizer.encode(["日🙂é".encode()])[0].tolist()
-    for _ in range(100):
-        ids = [*draw.choices(chosen, k=20), *character, *draw.choices(chosen, k=20)]
-        pairs = zip(ids, [None, *ids], strict=False)
-        joined = b"".join(token_bytes(tokenizer, token, before) for token, before in pairs)
-        assert joined.decode("utf-8", "replace") == tokenizer.decode(ids)
+    before = data.draw(chosen)
+    ids = [*before, *character, *data.draw(chosen)]
+    pairs = zip(ids, [None, *ids], strict=False)
+    joined = b"".join(token_bytes(tokenizer, token, last) for token, last in pairs)
+    assert joined.decode("utf-8", "replace") == tokenizer.decode(ids)
     if not isinstance(tokenizer, Ids):
-        assert token_bytes(tokenizer, tokenizer.separator, chosen[0]) == b""
+        assert token_bytes(tokenizer, tokenizer.separator, before[0]) == b""
 
 
 def test_the_space_after_a_prompt_and_a_character_of_byte_tokens(tmp_path: Path) -> None:

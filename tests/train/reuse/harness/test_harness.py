@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.reuse.harness import tasks
 from mupax.train.reuse.harness.texts import Texts
 from tests.train.reuse.harness.test_texts import DECODER
 from tests.train.reuse.test_source import published
@@ -67,9 +66,3 @@ def test_three_tasks_say_what_the_model_says(tmp_path: Path, monkeypatch: pytest
     assert "bits_per_byte" in out
     code, _, err = evaluated(f"eval {tmp_path / 'weights'} --tasks choices --tasks-from . --data.tokenizer bytes")
     assert (code, "no task is named choices; . has local_choices" in err) == (2, True), err
-
-
-def test_without_the_harness_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
-    code, _, err = evaluated("eval nothing --tasks lambada_openai")
-    assert (code, "pip install 'mupax[eval]'" in err) == (2, True), err

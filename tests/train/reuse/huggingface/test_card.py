@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from mupax.__main__ import main
 from mupax.train.reuse.huggingface import licences
@@ -116,7 +117,8 @@ def test_a_licence_is_in_header_and_text_or_it_is_said_that_there_is_none(folder
         "LLAMA3.1": "llama3.1",
     }.items():
         text = card("tuned", "--licence", typed)
-        assert text.partition("\n---\n")[0].splitlines()[-1] == f"license: {identifier}"
+        header = ModelCard(text).data
+        assert (header.license, header.library_name, header.tags) == (identifier, "transformers", ["mupax"])
         assert f"`{identifier}`, as whoever wrote this card says." in text
         assert "None is stated" not in text
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import shutil
@@ -212,14 +211,3 @@ def test_what_gives_no_weights_is_said_before_anything_is_compiled(
         True,
     ), err
     assert "`hf download me/gpt --local-dir FOLDER`, and give the folder" in err
-
-
-def test_without_the_package_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name, *more: None if name == "huggingface_hub" else find(name, *more)
-    )
-    with contextlib.chdir(tmp_path):
-        Path("pictures/a").mkdir(parents=True)
-        code, _, err = run("finetune pictures --from me/vit")
-    assert (code, "run `pip install 'mupax[hub]'`" in err) == (2, True), err

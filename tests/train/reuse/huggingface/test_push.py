@@ -193,7 +193,7 @@ def test_what_has_multipliers_is_exported_first_with_its_card(hub: Hub) -> None:
     assert code == 0, err
     card = hub.files["README.md"].decode()
     assert card.startswith(
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags: [mupax]\nlicense: mit\n---\n"
+        "---\nlibrary_name: transformers\nlicense: mit\npipeline_tag: text-generation\ntags:\n- mupax\n---\n"
     )
     assert "states no licence" not in out
     sent = len(hub.calls)

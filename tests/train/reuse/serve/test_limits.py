@@ -338,16 +338,6 @@ def test_health_tells_a_stuck_and_a_dead_worker(server: Server, monkeypatch: pyt
 # The command
 
 
-def test_without_the_extra_one_line_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
-    assert main(["serve", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert "pip install 'mupax[serve]'" in err
-    assert err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     "words", ["--slots 0", "--max-tokens 0", "--max-seconds nan", "--max-seconds 0", "--max-waiting 0"]
 )

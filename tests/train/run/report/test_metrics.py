@@ -8,9 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mupax.disk import DiskError
+from mupax.train.config.sections import LogConfig
 from mupax.train.run.report import metrics
+from tests.fixtures.properties import PROPERTY
 
 pytestmark = pytest.mark.core
 
@@ -56,7 +60,7 @@ def test_numbers_booleans_text_and_nothing_are_written_as_such(tmp_path):
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 @pytest.mark.parametrize("kind", [float, np.float64])
 def test_a_number_that_is_not_finite_is_null_and_named(tmp_path, value, name, kind):
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         writer.write({"step": 3, "loss": kind(value), "lr": 0.1})
     assert strict(writer.path.read_text()) == [{"step": 3, "loss": None, "lr": 0.1, "nonfinite": {"loss": name}}]
 
@@ -72,7 +76,7 @@ def test_a_row_is_on_disk_within_a_second(tmp_path):
 
 def test_a_write_costs_the_step_little(tmp_path):
     count = 2000
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         rows = [row(step) for step in range(count)]
         began = time.thread_time()
         for each in rows:
@@ -100,13 +104,19 @@ def test_resume_drops_later_rows_only(tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("torn", ['{"step": 4, "lo', "\0\0\0", '{"step": 4'])
-def test_a_torn_last_line_is_left_out_and_removed(tmp_path, torn):
-    path = write(tmp_path, [1, 2, 3])
-    path.write_text(path.read_text() + torn)
-    assert [each["step"] for each in metrics.read(path)] == [1, 2, 3]
-    write(tmp_path, [4], resume_step=3)
-    assert strict(path.read_text()) == [row(1), row(2), row(3), row(4)]
+@PROPERTY
+@given(st.integers(0, 1000), st.one_of(st.just(b""), st.binary(max_size=20)))
+def test_a_run_goes_on_from_a_file_that_a_kill_has_torn(tmp_path_factory, end, junk):
+    folder = tmp_path_factory.mktemp("torn")
+    path = write(folder, [1, 2, 3])
+    content = path.read_bytes()
+    lines = content[:end].count(b"\n")
+    path.write_bytes(content[:end] + junk.replace(b"\n", b"x"))
+    rows = metrics.read(path)
+    assert rows[:lines] == [row(step) for step in range(1, lines + 1)]
+    assert len(rows) <= lines + 1  # the last line may be there but for its newline
+    write(folder, [lines + 1], resume_step=lines)
+    assert strict(path.read_text()) == [row(step) for step in range(1, lines + 2)]
 
 
 def test_a_last_row_that_only_lacks_its_newline_is_kept(tmp_path):
@@ -170,7 +180,7 @@ def events(folder):
 
 
 def test_tensorboard_gets_every_row(tmp_path):
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         writer.write({"step": 7, "loss": 2.5, "lr": 0.5, "note": "not a number", "done": True})
         writer.write({"step": 7, "eval_loss": 1.5, "eval_accuracy": 0.25})
         writer.write({"step": 7, "perf_mfu": 0.5})
@@ -186,8 +196,8 @@ def test_tensorboard_gets_every_row(tmp_path):
 
 
 def test_tensorboard_hides_what_a_resume_repeats(tmp_path):
-    write(tmp_path, [1, 2, 3], tensorboard=True)
-    write(tmp_path, [3], tensorboard=True, resume_step=2)
+    write(tmp_path, [1, 2, 3], log=LogConfig())
+    write(tmp_path, [3], log=LogConfig(), resume_step=2)
     assert events(tmp_path / "tensorboard")[1] == [3]
 
 
@@ -215,7 +225,7 @@ def test_a_mirror_that_breaks_is_left_out_with_a_line_and_nothing_waits_for_it(t
     monkeypatch.setattr(metrics, "_CLOSE_S", 0.3)
     broken = Broken(2, hangs)
     began = time.monotonic()
-    with metrics.MetricsWriter(tmp_path, tensorboard=True) as writer:
+    with metrics.MetricsWriter(tmp_path, log=LogConfig()) as writer:
         writer._mirrors._mirrors.append(broken)
         for step in range(1, 50):
             writer.write(row(step))
@@ -246,7 +256,7 @@ def test_a_disk_that_does_not_take_tensorboards_events_costs_the_run_nothing(tmp
         (tmp_path / "tensorboard").write_text("a file where the folder should be")
     else:
         monkeypatch.setattr(EventsWriter, "write_event", broken)
-    path = write(tmp_path, range(1, 200), tensorboard=True)
+    path = write(tmp_path, range(1, 200), log=LogConfig())
     assert len(metrics.read(path)) == 199
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("TensorBoard is left out from here on: ")
@@ -256,7 +266,7 @@ def test_tensorboard_is_only_imported_when_asked(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     write(tmp_path, [1])
     with pytest.raises(ImportError):
-        metrics.MetricsWriter(tmp_path, tensorboard=True)
+        metrics.MetricsWriter(tmp_path, log=LogConfig())
 
 
 def test_rows_of_anyone_are_rows_or_refused_by_their_line(tmp_path):

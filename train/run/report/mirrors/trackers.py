@@ -1,13 +1,13 @@
-"""Writers of a run's metrics besides metrics.jsonl: TensorBoard (through tensorboardX), Weights & Biases and trackio, each an extra.
+"""Writers of a run's metrics besides metrics.jsonl: TensorBoard (through tensorboardX), Weights & Biases and trackio.
 
-They are given the numbers of a row by tag, and media, which only TensorBoard shows.
+Each is a `Writer`. They are given the numbers of a row by tag, and media, which only TensorBoard shows.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
-import importlib.util
 import secrets
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,13 +15,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mupax.errors import MupaxError
-from mupax.train.config.sections import LogConfig
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-class TensorBoard:
+class Writer(abc.ABC):
+    """Interface of TensorBoard and of every tracker."""
+
+    name: str
+    """For messages."""
+
+    @abc.abstractmethod
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        """Write the numbers of a row.
+
+        Args:
+            row: with its `step`.
+            walltime: seconds since 1970.
+        """
+
+    def show(self, step: int, media: Media, walltime: float) -> None:
+        """Show images, texts and histograms, where the writer can.
+
+        Args:
+            step: steps done.
+            media: of that step.
+            walltime: seconds since 1970.
+        """
+        del step, media, walltime
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Send what waits, and end."""
+
+
+class TensorBoard(Writer):
     """Events of TensorBoard, by the part of tensorboardX that writes them at once: its queue blocks where its thread has died.
 
     Args:
@@ -41,7 +70,6 @@ class TensorBoard:
         logdir.mkdir(parents=True, exist_ok=True)
         pb: Any = event_pb2  # its messages are made when it is imported
         self._writer, self._event, self._summary = EventsWriter(str(logdir / file)), pb.Event, summary
-        self.close = self._writer.close
         if resume_step is not None:
             self._writer.write_event(pb.Event(step=resume_step + 1, file_version="brain.Event:2"))
             start = pb.SessionLog(status=pb.SessionLog.START)
@@ -49,24 +77,11 @@ class TensorBoard:
         self._writer.flush()
 
     def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        """Write an event for every number of a row.
-
-        Args:
-            row: with its `step`.
-            walltime: seconds since 1970.
-        """
         for tag, value in scalars(row).items():
             self._add(row["step"], walltime, self._summary.scalar(tag, value))
         self._writer.flush()
 
     def show(self, step: int, media: Media, walltime: float) -> None:
-        """Write an event for every image, text and histogram.
-
-        Args:
-            step: steps done.
-            media: of that step.
-            walltime: seconds since 1970.
-        """
         for tag, image in media.images.items():
             self._add(step, walltime, self._summary.image(tag, image, dataformats="HWC"))
         for tag, text in media.texts.items():
@@ -80,6 +95,9 @@ class TensorBoard:
             )
             self._add(step, walltime, event)
         self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
     def _add(self, step: int, walltime: float, summary: Any) -> None:
         self._writer.write_event(self._event(step=step, wall_time=walltime, summary=summary))
@@ -142,102 +160,81 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     return scalars
 
 
-def check(log: LogConfig) -> None:
-    """Refuse a tracker whose package is not here, before a run prepares or compiles anything.
+class Tracker(Writer):
+    """A run of a tracker: that of an earlier session, unless new.
 
     Args:
-        log: of the run.
+        project: what the tracker groups runs by.
+        workdir: folder of the run. Its file `id_file` keeps what the tracker knows the run by.
+        new: begin a run.
 
     Raises:
-        MupaxError: it is not installed.
-    """
-    for name in log.trackers:
-        if not _installed(name):
-            raise _missing(name, "it is not installed")
-
-
-def _installed(name: str) -> bool:
-    return sys.modules[name] is not None if name in sys.modules else importlib.util.find_spec(name) is not None
-
-
-def _missing(name: str, reason: object) -> MupaxError:
-    return MupaxError(
-        f"log.{name} is given, but {name} cannot be imported ({reason}); run `pip install 'mupax[{name}]'`, or leave --log.{name} out"
-    )
-
-
-class Wandb:
-    """A run of Weights & Biases: that of an earlier session, unless new."""
-
-    name = "Weights & Biases"
-
-    def __init__(self, project: str, workdir: Path, *, new: bool) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise _missing("wandb", error) from error
-
-        id_file = workdir / "wandb_id"
-        run_id = None if new or not id_file.exists() else id_file.read_text(encoding="utf-8").strip()
-        try:
-            self._run = wandb.init(project=project, dir=str(workdir), name=workdir.name, id=run_id, resume="allow")
-        except wandb.errors.Error as error:
-            raise MupaxError(
-                f"wandb did not start ({error}); run `wandb login`, set WANDB_MODE=offline, or leave --log.wandb out"
-            ) from error
-        # Our own step axis: wandb's would refuse the steps between the checkpoint and the end of the stopped session.
-        self._run.define_metric("*", step_metric="step")
-        id_file.write_text(self._run.id, encoding="utf-8")
-
-    def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        """Log the numbers of a row.
-
-        Args:
-            row: with its `step`.
-            walltime: not used; wandb has its own.
-        """
-        self._run.log({"step": row["step"], **scalars(row)})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class Trackio:
-    """A run of trackio, on this machine or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says: that of an earlier session, unless new.
-
-    trackio knows runs by name, so each has one of its own, which the file trackio_name in the workdir keeps.
+        MupaxError: the tracker does not start.
     """
 
-    name = "trackio"
+    id_file: str
+    advice: str
+    """What to do where it does not start."""
 
     def __init__(self, project: str, workdir: Path, *, new: bool) -> None:
+        file = workdir / self.id_file
+        known_id = None if new or not file.exists() else file.read_text(encoding="utf-8").strip()
         try:
-            import trackio  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise _missing("trackio", error) from error
-
-        file = workdir / "trackio_name"
-        resumed = not new and file.exists()
-        name = file.read_text(encoding="utf-8").strip() if resumed else f"{workdir.name}-{secrets.token_hex(3)}"
-        try:
+            # Standard output is the run's own.
             with contextlib.redirect_stdout(sys.stderr):
-                self._run = trackio.init(project, name=name, resume="allow" if resumed else "never", embed=False)
-        except Exception as error:  # of its hub, its server or its files, which have no kind in common
-            raise MupaxError(
-                f"trackio did not start ({error}); mend that, run `hf auth login` where it logs to a Space, or leave --log.trackio out"
-            ) from error
-        file.write_text(name, encoding="utf-8")
+                self._run, run_id = self._start(project, workdir, known_id)
+        except Exception as error:  # of a package, its server or its files, which have no class in common
+            raise MupaxError(f"{self.name} did not start ({error}); {self.advice}") from error
+        file.write_text(run_id, encoding="utf-8")
 
-    def write(self, row: Mapping[str, Any], walltime: float) -> None:
-        """Log the numbers of a row.
-
-        Args:
-            row: with its `step`.
-            walltime: not used; trackio has its own.
-        """
-        if numbers := scalars(row):
-            self._run.log(numbers, step=row["step"])
+    @abc.abstractmethod
+    def _start(self, project: str, workdir: Path, known_id: str | None) -> tuple[Any, str]:
+        """Start the run, or go on with that of an id; return it and its id."""
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
+
+
+class Wandb(Tracker):
+    """A run of Weights & Biases."""
+
+    name = "wandb"
+    id_file = "wandb_id"
+    advice = "run `wandb login`, set WANDB_MODE=offline, or leave --log.wandb out"
+
+    def _start(self, project: str, workdir: Path, known_id: str | None) -> tuple[Any, str]:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        run = wandb.init(project=project, dir=str(workdir), name=workdir.name, id=known_id, resume="allow")
+        # Our own step axis: wandb's would refuse the steps between the checkpoint and the end of the stopped session.
+        run.define_metric("*", step_metric="step")
+        return run, run.id
+
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        self._run.log({"step": row["step"], **scalars(row)})
+
+
+class Trackio(Tracker):
+    """A run of trackio, on this machine or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL says.
+
+    trackio knows runs by name, so each has one of its own.
+    """
+
+    name = "trackio"
+    id_file = "trackio_name"
+    advice = "mend that, run `hf auth login` where it logs to a Space, or leave --log.trackio out"
+
+    def _start(self, project: str, workdir: Path, known_id: str | None) -> tuple[Any, str]:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        name = known_id or f"{workdir.name}-{secrets.token_hex(3)}"
+        return trackio.init(project, name=name, resume="allow" if known_id else "never", embed=False), name
+
+    def write(self, row: Mapping[str, Any], walltime: float) -> None:
+        if numbers := scalars(row):
+            self._run.log(numbers, step=row["step"])
+
+
+TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "trackio": Trackio}
+"""By the name of their extra and of their flag, `--log.NAME`."""

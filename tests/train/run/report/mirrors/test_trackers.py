@@ -1,6 +1,6 @@
 """Weights & Biases and trackio beside metrics.jsonl: what they are given, what they cannot stop, and that a missing one is told first."""
 
-import importlib.util
+import dataclasses
 import json
 import sys
 import threading
@@ -11,8 +11,7 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.errors import MupaxError
-from mupax.train.core.program import Program
-from mupax.train.run import loop
+from mupax.train.config.sections import LogConfig
 from mupax.train.run.report import metrics
 
 pytestmark = pytest.mark.core
@@ -58,6 +57,10 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Fak
     return module
 
 
+def logging_to(tracker: Fake) -> LogConfig:
+    return dataclasses.replace(LogConfig(tensorboard=False), **{tracker.__name__: "project"})
+
+
 def write(folder, steps, **options):
     with metrics.MetricsWriter(folder, **options) as writer:
         for step in steps:
@@ -66,10 +69,10 @@ def write(folder, steps, **options):
 
 
 def test_it_gets_rows_and_a_resume_continues_its_run(tmp_path, fake, capsys):
-    options = {fake.__name__: "project"}
-    write(tmp_path, [1, 2], **options)
-    write(tmp_path, [2], **options, resume_step=1)
-    write(tmp_path, [1], **options)
+    log = logging_to(fake)
+    write(tmp_path, [1, 2], log=log)
+    write(tmp_path, [2], log=log, resume_step=1)
+    write(tmp_path, [1], log=log)
     first, resumed, new = fake.started
     assert {each["project"] for each in fake.started} == {"project"}
     if fake.__name__ == "wandb":
@@ -86,7 +89,7 @@ def test_it_gets_rows_and_a_resume_continues_its_run(tmp_path, fake, capsys):
 
 def test_one_that_fails_is_left_out_and_the_rows_are_there(tmp_path, fake, capsys):
     fake.broken = True
-    path = write(tmp_path, [1, 2], **{fake.__name__: "project"})
+    path = write(tmp_path, [1, 2], log=logging_to(fake))
     assert [each["step"] for each in metrics.read(path)] == [1, 2]
     assert "is left out from here on: the server is gone; metrics.jsonl has every row" in capsys.readouterr().err
 
@@ -96,37 +99,8 @@ def test_one_that_does_not_start_says_what_to_do(tmp_path, fake):
     fake.online = False
     what = r"wandb login.*WANDB_MODE=offline" if fake.__name__ == "wandb" else r"hf auth login.*leave --log.trackio out"
     with pytest.raises(MupaxError, match=rf"no API key.*{what}"):
-        metrics.MetricsWriter(tmp_path, **{fake.__name__: "project"})
+        metrics.MetricsWriter(tmp_path, log=logging_to(fake))
     assert len(metrics.read(path)) == 1, "the old rows are untouched"
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio"])
-@pytest.mark.parametrize("how", ["not installed", "hidden"])
-def test_a_missing_one_is_told_before_data_and_compilation(tmp_path, monkeypatch, capsys, name, how):
-    def compiled(*_: Any) -> None:
-        raise MupaxError("it compiles")
-
-    loaded: list[str] = []
-    load = loop.load_data
-    monkeypatch.setattr(Program, "compile_train", compiled)
-    monkeypatch.setattr(loop, "load_data", lambda *a: (loaded.append("data"), load(*a))[1])
-    folder = tmp_path / "run"
-    words = ["vit-digits", f"--log.{name}", "project", "--model.depth", "1", "--workdir", str(folder)]
-    with monkeypatch.context() as lacking:
-        if how == "hidden":
-            lacking.setitem(sys.modules, name, None)
-        else:
-            find = importlib.util.find_spec
-            lacking.delitem(sys.modules, name, raising=False)
-            lacking.setattr(importlib.util, "find_spec", lambda n, *a: None if n == name else find(n, *a))
-        for more in ([], ["--dry-run"]):
-            assert main(["train", *words, *more]) == 2
-            err = " ".join(capsys.readouterr().err.split())
-            assert f"run `pip install 'mupax[{name}]'`, or leave --log.{name} out" in err
-    assert (loaded, folder.exists()) == ([], False)
-    monkeypatch.setitem(sys.modules, name, Fake(name))  # the control: with it the run goes on to compile
-    assert (main(["train", *words]), "it compiles" in capsys.readouterr().err) == (2, True)
-    assert loaded == ["data"]
 
 
 def test_the_config_keeps_the_project(capsys):

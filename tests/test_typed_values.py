@@ -1,0 +1,57 @@
+"""Values of flags that are a language of their own: whatever is typed is read, or refused by a message."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mupax.errors import MupaxError
+from mupax.train.config import devices, sizes
+from mupax.train.config.recipes import RECIPES
+from mupax.train.studies.sweep import grids
+from mupax.train.studies.tune import over
+from tests.fixtures.properties import PROPERTY, TYPED
+
+pytestmark = pytest.mark.core
+CONFIG = RECIPES["lm-tiny"]()
+READERS: dict[str, Callable[[str], Any]] = {
+    "grid": grids.parse,
+    "range": grids.span,
+    "sizes": sizes.parse,
+    "rules of sharding": lambda text: devices.parse_rules([text]),
+    "slices": lambda text: devices.parse_slices([text]),
+    "constants": lambda text: over.parse([text], CONFIG),
+}
+BEGINNINGS = ("", "lr", "lr=", "readout.lr=", "width=", "heads=1,", "2^-3:2^3:", "1:", "data=")
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@PROPERTY
+@given(st.sampled_from(BEGINNINGS), TYPED)
+def test_whatever_is_typed_is_read_or_refused(reader: Callable[[str], Any], beginning: str, rest: str) -> None:
+    with contextlib.suppress(MupaxError):
+        reader(beginning + rest)
+
+
+@PROPERTY
+@given(st.floats(1e-6, 1.0), st.floats(1.001, 1000.0), st.integers(2, 40))
+def test_a_grid_goes_from_start_to_stop_in_equal_ratios(start: float, ratio: float, count: int) -> None:
+    numbers = grids.parse(f"{start!r}:{start * ratio!r}:{count}")
+    assert len(numbers) == count
+    assert math.isclose(numbers[0], start)
+    assert math.isclose(numbers[-1], start * ratio)
+    steps = [math.log(b / a) for a, b in itertools.pairwise(numbers)]
+    assert all(math.isclose(step, math.log(ratio) / (count - 1), rel_tol=1e-6, abs_tol=1e-9) for step in steps)
+
+
+@pytest.mark.parametrize("text", ["1:2:²", "1:2:9999999999", "-2^0.5", "10^400", "0^-1"])
+def test_numbers_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(MupaxError, match="grid"):
+        grids.parse(text)
