@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import re
 import warnings
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
 
 from mupax.config_fields import Affects
+from mupax.table import Lazy, function_of
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
-from mupax.zoo.families import ArraySpec, Task, nearest_divisor
+from mupax.zoo.families import ArraySpec, ModelConfig, Task, nearest_divisor
+
+if TYPE_CHECKING:
+    from mupax.train.data.interface import Data
+
+Note = Callable[[str], None]
+"""Function that logs one line about what takes time."""
+Loader = Callable[["DataConfig", ModelConfig, int, Note], "Data"]
+"""Function of a config, the model, the seed and a note. It opens the data."""
 
 
 class ImageSizes(NamedTuple):
@@ -38,18 +47,16 @@ SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
 class DataKind(NamedTuple):
     """Row of `SOURCES`: how a kind of data is loaded, what it is for, and which fields of `DataConfig` it reads."""
 
-    loader: str
-    """module:function; (DataConfig, ModelConfig, seed, note) -> `mupax.train.data.interface.Data`."""
+    loader: Loader | str
+    """Opens the data. MODULE:FUNCTION may stand for a function here and below, which is imported when it is needed."""
     task: Task | None
     """What models of it read; None where only the data set itself can tell."""
     reads: frozenset[str]
     """The fields of `DataConfig` that it reads and not every one does. Any other is refused as a flag."""
-    sizes: ImageSizes | str | None = None
-    """Sizes that images ask of a model, or module:function that finds them: (DataConfig) -> `ImageSizes`, or None where the data
-    are not there."""
-    prepare: str | None = None
-    """module:function that writes the data to disk before a run, for `mupax data prepare`: (data_dir, note). None where a run
-    reads the data as it starts."""
+    sizes: ImageSizes | Callable[[DataConfig], ImageSizes | None] | str | None = None
+    """Sizes that images ask of a model, or a function that finds them, which returns None where the data are not there."""
+    prepare: Callable[[str | None, Note], object] | str | None = None
+    """Writes the data to disk in a folder before a run, for `mupax data prepare`. None where a run reads the data as it starts."""
 
 
 def __getattr__(name: str) -> Any:
@@ -59,45 +66,116 @@ def __getattr__(name: str) -> Any:
     return DataKind
 
 
-_FOLDER = "mupax.train.data.sources"
-_RECORDS = "mupax.train.data.records"
+def _import_text():
+    from mupax.train.data.sources import text
+
+    return text
+
+
+def _import_digits():
+    from mupax.train.data.sources.digits import digits
+
+    return digits
+
+
+def _import_striped_shapes():
+    from mupax.train.data.sources.shapes import striped_shapes
+
+    return striped_shapes
+
+
+def _import_cifar5m():
+    from mupax.train.data.sources import cifar5m
+
+    return cifar5m
+
+
+def _import_idx():
+    from mupax.train.data.sources import idx
+
+    return idx
+
+
+def _import_mixture():
+    from mupax.train.data.sources.mixtures import mixture
+
+    return mixture
+
+
+def _import_data_set():
+    from mupax.train.data.sources.streams import data_set
+
+    return data_set
+
+
+def _import_own_chats():
+    from mupax.train.data.sources.chats import own_chats
+
+    return own_chats
+
+
+def _import_folders():
+    from mupax.train.data.sources import folders
+
+    return folders
+
+
+def _import_published():
+    from mupax.train.data.sources import published
+
+    return published
+
+
+def _import_builders():
+    from mupax.train.data.records import builders
+
+    return builders
+
+
 _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 _RECORD_FILES = frozenset({"field", "on_broken", "limits"})
 SOURCES: dict[str, DataKind] = {
     "python_corpus": DataKind(
-        f"{_FOLDER}.text:python_corpus", "tokens", _TEXT, prepare=f"{_RECORDS}.builders:prepare_python_corpus"
+        Lazy(lambda: _import_text().python_corpus),
+        "tokens",
+        _TEXT,
+        prepare=Lazy(lambda: _import_builders().prepare_python_corpus),
     ),
     "digits": DataKind(
-        f"{_FOLDER}.digits:digits",
+        Lazy(_import_digits),
         "images",
         _IMAGES | {"split"},
         ImageSizes(10, 1, 8, scaled=False),
-        prepare=f"{_RECORDS}.builders:prepare_digits",
+        prepare=Lazy(lambda: _import_builders().prepare_digits),
     ),
     "shapes": DataKind(
-        f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
+        Lazy(_import_striped_shapes), "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
     ),
     "cifar5m": DataKind(
-        f"{_FOLDER}.cifar5m:cifar5m",
+        Lazy(lambda: _import_cifar5m().cifar5m),
         "images",
         _IMAGES,
         ImageSizes(10, 3, 32, scaled=False),
-        prepare=f"{_FOLDER}.cifar5m:prepared_parts",
+        prepare=Lazy(lambda: _import_cifar5m().prepared_parts),
     ),
-    "fashion": DataKind(f"{_FOLDER}.idx:fashion", "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)),
-    "idx:PATH": DataKind(f"{_FOLDER}.idx:own_files", "images", _IMAGES | {"limits"}, f"{_FOLDER}.idx:sizes"),
-    "mix": DataKind(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
-    "text:PATH": DataKind(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
-    "records:PATH": DataKind(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
-    "hf:NAME": DataKind(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | _RECORD_FILES),
-    "chat:PATH": DataKind(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | _RECORD_FILES),
+    "fashion": DataKind(
+        Lazy(lambda: _import_idx().fashion), "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)
+    ),
+    "idx:PATH": DataKind(
+        Lazy(lambda: _import_idx().own_files), "images", _IMAGES | {"limits"}, Lazy(lambda: _import_idx().sizes)
+    ),
+    "mix": DataKind(Lazy(_import_mixture), "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
+    "text:PATH": DataKind(Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"}),
+    "records:PATH": DataKind(Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"}),
+    "hf:NAME": DataKind(Lazy(_import_data_set), "tokens", _TEXT | _RECORD_FILES),
+    "chat:PATH": DataKind(Lazy(_import_own_chats), "tokens", _TEXT | _CHAT | _RECORD_FILES),
     "images:PATH": DataKind(
-        f"{_FOLDER}.folders:own_images",
+        Lazy(lambda: _import_folders().own_images),
         "images",
         _IMAGES | {"on_broken", "pixels", "limits"},
-        f"{_FOLDER}.folders:sizes",
+        Lazy(lambda: _import_folders().sizes),
     ),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -124,7 +202,7 @@ def source(name: str) -> DataKind:
     task = _PUBLISHED.get(kind.partition("/")[0])
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels", "limits"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
-    return DataKind(f"{_FOLDER}.published:tfds_data", task, reads, f"{_FOLDER}.published:sizes")
+    return DataKind(Lazy(lambda: _import_published().tfds_data), task, reads, Lazy(lambda: _import_published().sizes))
 
 
 def image_sizes(config: DataConfig) -> ImageSizes | None:
@@ -134,10 +212,9 @@ def image_sizes(config: DataConfig) -> ImageSizes | None:
         DataError: data that are there and cannot be read.
     """
     sizes = source(config.name).sizes
-    if not isinstance(sizes, str):
+    if sizes is None or isinstance(sizes, ImageSizes):
         return sizes
-    module, _, name = sizes.partition(":")
-    return getattr(importlib.import_module(module), name)(config)
+    return function_of(sizes)(config)
 
 
 Fit = Literal["centre", "squash", "edge"]
