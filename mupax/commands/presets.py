@@ -61,7 +61,7 @@ class Table(PresetFlags, RunFlags):
 
     preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
     """A preset, or measured:PATH."""
-    model: Annotated[str, conf.arg(metavar="MODEL|RECIPE|FILE")]
+    model: Annotated[str, conf.arg(aliases=("--config",), metavar="MODEL|RECIPE|FILE")]
     """A model of `mupax models`, or a recipe or config file, for its model; `--config FILE` says the same."""
     optimizer: Annotated[str, conf.arg(metavar="NAME")] = "adam"
     """adam, adamw, sgd, momentum, muon or lion."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
 
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
 from mupax.table import Lazy, function_of
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
@@ -136,6 +136,7 @@ _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", 
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 _RECORD_FILES = frozenset({"field", "on_broken", "limits"})
+_OWN_TEXT = DataKind(Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"})
 SOURCES: dict[str, DataKind] = {
     "python_corpus": DataKind(
         Lazy(lambda: _import_text().python_corpus),
@@ -167,8 +168,8 @@ SOURCES: dict[str, DataKind] = {
         Lazy(lambda: _import_idx().own_files), "images", _IMAGES | {"limits"}, Lazy(lambda: _import_idx().sizes)
     ),
     "mix": DataKind(Lazy(_import_mixture), "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
-    "text:PATH": DataKind(Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"}),
-    "records:PATH": DataKind(Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"}),
+    "text:PATH": _OWN_TEXT,
+    "records:PATH": _OWN_TEXT,
     "hf:NAME": DataKind(Lazy(_import_data_set), "tokens", _TEXT | _RECORD_FILES),
     "chat:PATH": DataKind(Lazy(_import_own_chats), "tokens", _TEXT | _CHAT | _RECORD_FILES),
     "images:PATH": DataKind(
@@ -203,6 +204,11 @@ def source(name: str) -> DataKind:
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels", "limits"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
     return DataKind(Lazy(lambda: _import_published().tfds_data), task, reads, Lazy(lambda: _import_published().sizes))
+
+
+def fields_of_kinds() -> frozenset[str]:
+    """Return the fields of `DataConfig` that some kinds of data read and others do not."""
+    return source("").reads.union(*(kind.reads for kind in SOURCES.values()))
 
 
 def image_sizes(config: DataConfig) -> ImageSizes | None:
@@ -393,7 +399,7 @@ DEFAULT_LIMITS = LimitsConfig()
 class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
 
-    name: Annotated[str, Affects("data", "python_corpus")]
+    name: Annotated[str, Listed("data", "python_corpus")]
     """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
     chat:PATH (JSON lines or Parquet with messages), hf:NAME[:SUBSET] (a data set of the Hugging Face hub, or a folder of one),
     images:PATH (a folder per class), idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (of data.mix),
@@ -401,47 +407,47 @@ class DataConfig:
     mix: Annotated[
         tuple[str, ...],
         conf.arg(metavar="NAME=SOURCE:WEIGHT ..."),
-        Affects("data", test="train/data/text/test_mixture.py"),
+        Listed("data", test="train/data/text/test_mixture.py"),
     ] = ()
     """Several texts by name, each any text that data.name takes, in shares of their weights: code=text:src:0.3 prose=records:books:0.7."""
     evaluate: Annotated[
         tuple[str, ...],
         conf.arg(metavar="NAME=SOURCE ..."),
-        Affects("course", test="train/run/evaluation/test_evaluation_sets.py"),
+        Listed("course", test="train/run/evaluation/test_evaluation_sets.py"),
     ] = ()
     """Further sets to evaluate on, by name, each any source that data.name takes: code=text:src prose=records:books."""
-    batch_size: Annotated[int, Affects("data", 4)]
+    batch_size: Annotated[int, Listed("data", 4)]
     """Sequences or images per optimizer step, over all devices."""
     seed: Annotated[int | None, Affects("data", 5)] = None
     """Seeds data order and augmentation; the run's seed unless given, which then seeds the initialization alone."""
-    eval_batch_size: Annotated[int | None, Affects("batches", 8)] = None
+    eval_batch_size: Annotated[int | None, Listed("batches", 8)] = None
     """batch_size unless given."""
-    eval_examples: Annotated[int | None, Affects("batches", 20)] = None
+    eval_examples: Annotated[int | None, Listed("batches", 20)] = None
     """Use the first so many evaluation examples; all unless given."""
     data_dir: Annotated[str | None, Affects("batches", test="train/data/sources/test_published.py")] = None
     """Where prepared datasets lie; the user cache folder unless given."""
-    tokenizer: Annotated[str, Affects("data", "bpe:300", given={"model.vocab_size": 300})] = "bytes"
+    tokenizer: Annotated[str, Listed("data", "bpe:300", given={"model.vocab_size": 300})] = "bytes"
     """bytes, bpe:SIZE (trained on the training text, a mixture's by weight), the path of a tokenizer.json, or ids:SIZE of ids
     made elsewhere."""
-    separator: Annotated[str | None, Affects("data", test="train/data/sources/test_records.py")] = None
+    separator: Annotated[str | None, Listed("data", test="train/data/sources/test_records.py")] = None
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
     special_tokens: Annotated[
         Literal["parse", "text"], Affects("batches", test="train/data/text/test_special_tokens.py")
     ] = "parse"
     """Whether special tokens such as `<|endoftext|>` that are quoted in a text are tokens, as if written on purpose, or plain text."""
-    field: Annotated[str, Affects("data", test="train/data/sources/test_records.py")] = "text"
+    field: Annotated[str, Listed("data", test="train/data/sources/test_records.py")] = "text"
     """Of records: the field or column that has the text; of a chat `messages` unless given."""
     stream: Annotated[bool, Affects("batches", test="train/data/streams/test_streams.py")] = False
     """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
-    chat_template: Annotated[str | None, Affects("batches", test="train/data/chats/test_chats.py")] = None
+    chat_template: Annotated[str | None, Listed("batches", test="train/data/chats/test_chats.py")] = None
     """Conversations only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
     loss_on: Annotated[Literal["answers", "all"], Affects("batches", test="train/data/chats/test_chats.py")] = "answers"
     """Conversations only: whether what assistants say is trained on, or every token."""
-    document_mask: Annotated[bool, Affects("batches", True)] = False
+    document_mask: Annotated[bool, Listed("batches", True)] = False
     """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
     reset_positions: Annotated[bool, Affects("batches", True, given={"data.document_mask": True})] = False
     """Learned positions begin at 0 in every document of a window."""
-    augment: Annotated[bool, Affects("batches", False)] = True
+    augment: Annotated[bool, Listed("batches", False)] = True
     """Light augmentation of training images."""
     transforms: TransformsConfig = TransformsConfig()
     on_broken: Annotated[Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")] = "stop"

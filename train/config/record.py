@@ -31,7 +31,6 @@ from mupax.plugins import (
     importable_name,
     loaded_module,
     remember,
-    split,
     trusted,
 )
 from mupax.presets.optimizers import OPTIMIZERS
@@ -84,13 +83,6 @@ def load(modules: Sequence[str]) -> None:
 def _entry_points() -> tuple[str, ...]:
     """Return the modules that installed packages name; they are looked up once a process."""
     return tuple(entry.module for entry in metadata.entry_points(group=GROUP))
-
-
-def without_plugins(argv: Sequence[str]) -> list[str]:
-    """Import the plugins of a command line and return its other words."""
-    modules, words = split(argv)
-    load(modules)
-    return words
 
 
 def extensions(config: Config) -> list[Extension]:
