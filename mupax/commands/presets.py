@@ -21,6 +21,7 @@ from mupax.train.config.preset import ConstantFlags, PresetFlags, preset_for
 
 PresetName = Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
 OptimizerName = Annotated[str, conf.arg(metavar="|".join(OPTIMIZERS))]
+"""Name of an optimizer. Help lists those that there are, also those of plugins."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
