@@ -284,29 +284,25 @@ def refuse(rest: Sequence[str], flags: Sequence[str], prog: str, all_flags: str 
     raise UsageError(f"no flag is named {flag}; {hint}\n{_help(prog, all_flags)}")
 
 
-def flag_names(owner: Any) -> list[list[str]]:
-    """Return the names of every flag of a command, its own before aliases; `owner` is as `flags` takes it."""
-    return [flag.names for flag in _flag_fields(owner)]
-
-
-def flags(owner: Any, prefix: str = "") -> list[str]:
+def flags(owner: Any) -> list[str]:
     """Every flag of a command, as it is written.
 
     Args:
         owner: the dataclass, or an instance of it where fields are dataclasses too.
-        prefix: of the flags' names.
     """
-    return [name for flag in _flag_fields(owner, prefix) for name in flag.names]
+    return [name for flag in flag_fields(owner) for name in flag.names]
 
 
-class _FlagField(NamedTuple):
-    """A field of a command: its flags as they are written, and its type with all annotations."""
+class FlagField(NamedTuple):
+    """A field of a command."""
 
     names: list[str]
+    """Its flags as they are written, its own name before aliases."""
     hint: Any
+    """Its type with all annotations."""
 
 
-def _flag_fields(owner: Any, prefix: str = "") -> Iterator[_FlagField]:
+def flag_fields(owner: Any, prefix: str = "") -> Iterator[FlagField]:
     """Yield the fields of a command that are flags, as `flags` takes the command."""
     hints = get_type_hints(owner if isinstance(owner, type) else type(owner), include_extras=True)
     for field in dataclasses.fields(owner):
@@ -319,7 +315,7 @@ def _flag_fields(owner: Any, prefix: str = "") -> Iterator[_FlagField]:
             continue
         if dataclasses.is_dataclass(value):
             bare = "OmitArgPrefixes" in marks or any(getattr(each, "name", None) == "" for each in metadata)
-            yield from _flag_fields(value, prefix if bare else f"{prefix}{word}.")
+            yield from flag_fields(value, prefix if bare else f"{prefix}{word}.")
             continue
         names = [f"--{prefix}{word}"]
         for mark in metadata:
@@ -328,7 +324,7 @@ def _flag_fields(owner: Any, prefix: str = "") -> Iterator[_FlagField]:
             names += getattr(mark, "aliases", None) or ()
         if isinstance(value, bool) and "FlagCreatePairsOff" not in marks:
             names.append(f"--{prefix}no-{word}")
-        yield _FlagField(names, hint)
+        yield FlagField(names, hint)
 
 
 def _has_positional(command: type) -> bool:
@@ -373,7 +369,7 @@ def with_dashed_values(argv: Sequence[str], owner: Any) -> list[str]:
         argv: words of the command line.
         owner: command that has all flags of the line, as `flags` takes it.
     """
-    fields = list(_flag_fields(owner))
+    fields = list(flag_fields(owner))
     text_flags = {name for field in fields if _is_text(field.hint) for name in field.names}
     all_flags = {"-h", "--help", *(name for field in fields for name in field.names)}
     words: list[str] = []
@@ -397,13 +393,14 @@ def _is_text(hint: Any) -> bool:
 
 
 def first_word(
-    prog: str, sections: Mapping[str, Mapping[str, Any]], argv: Sequence[str], default: str | None = None
+    prog: str, kind: str, names: Mapping[str, Any], argv: Sequence[str], default: str | None = None
 ) -> tuple[str, list[str]]:
-    """The word that says which command is meant, and the words after it.
+    """Return the first word, which names a command or a recipe, and the words after it.
 
     Args:
         prog: what was written before `argv`.
-        sections: what a word may be, such as a recipe, to such words with what each does: a line, or what has a docstring.
+        kind: what a first word names, such as recipe.
+        names: what a first word may be, to what it does: a line, or what has a docstring.
         argv: all words.
         default: the command of a line that begins with a flag, or has no word.
 
@@ -412,38 +409,19 @@ def first_word(
         UsageError: no command has that name.
     """
     if argv[:1] in (["-h"], ["--help"]) or not (argv or default):
-        usage = [f"usage: {prog} {'|'.join(sections).upper()} [--FLAG VALUE ...]"]
-        for kind, names in sections.items():
-            usage.append(f"{kind}s:\n{terminal.table([(n, summary(what)) for n, what in names.items()], indent=2)}")
-        print("\n\n".join(usage))
-        print(f"\n{terminal.wrapped(f'`{prog} {next(iter(sections)).upper()} --help` lists the flags of one.')}")
+        rows = [(name, summary(what)) for name, what in names.items()]
+        print(f"usage: {prog} {kind.upper()} [--FLAG VALUE ...]\n\n{kind}s:\n{terminal.table(rows, indent=2)}\n")
+        print(terminal.wrapped(f"`{prog} {kind.upper()} --help` lists the flags of one."))
         raise SystemExit(0)
     if default and (not argv or argv[0].startswith("-")):
         return default, [*argv]
     word, *rest = argv
-    if not any(word in names for names in sections.values()):
-        kind, names = next(iter(sections)), [name for names in sections.values() for name in names]
+    if word not in names:
         near = difflib.get_close_matches(word, names, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         wrong = f"the first word is a {kind}, not a flag" if word.startswith("-") else f"no {kind} is named {word!r}"
-        lists = ", ".join(
-            f"the {kind}s {'are ' * (not i)}{', '.join(names)}" for i, (kind, names) in enumerate(sections.items())
-        )
-        raise UsageError(f"{wrong}; {hint}{lists}")
+        raise UsageError(f"{wrong}; {hint}the {kind}s are {', '.join(names)}")
     return word, rest
-
-
-def run(prog: str, commands: Mapping[str, type[Runnable]], argv: Sequence[str], default: str | None = None) -> int:
-    """The exit code of the command that the first word names; raises as `first_word` and `parse`.
-
-    Args:
-        prog: what was written before `argv`.
-        commands: name to dataclass.
-        argv: all words.
-        default: the command of a line that begins with a flag, or has no word.
-    """
-    name, words = first_word(prog, {"command": commands}, argv, default)
-    return parse(commands[name], f"{prog} {name}", words).run()
 
 
 def summary(what: Any) -> str:
@@ -476,7 +454,8 @@ def _unboxed(text: str) -> str:
     if paragraph and paragraph[0].startswith("Missing from"):
         missing, _, unread = COLOUR.sub("", text).partition("For full helptext")[0].partition("Unrecognized options")
         rest = "".join(f"; nothing takes the word {word!r}" for word in MISSING.findall(unread)[:1])
-        return f"this needs {' and '.join(MISSING.findall(missing))}{rest}"
+        flags = [names.rpartition(", ")[2] for names in MISSING.findall(missing)]  # aliases stand before
+        return f"this needs {' and '.join(flags)}{rest}"
     message = " ".join(paragraph) or COLOUR.sub("", text).strip()
     for theirs, plain in PLAIN:
         message = re.sub(theirs, plain, message)

@@ -1,6 +1,6 @@
 """What each config field affects, declared beside the field as `Annotated[T, Affects(...)]`, and a walk over all fields.
 
-Resume, names of sweep points and tests read the declaration, so a new field is declared once.
+Resume, names of sweep points, help, docs/inputs.md and tests read the declaration, so a new field is declared once.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class Affects:
         return CONSEQUENCES[self.effect]
 
 
+class Listed(Affects):
+    """What a config field affects whose flag is one of the most used: the short help of a recipe lists it."""
+
+
 class ConfigField(NamedTuple):
     """A field of a config that is no section."""
 
@@ -117,12 +121,20 @@ def with_defaults(config: T, effects: Collection[Effect]) -> T:
     return dataclasses.replace(config, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue, reportReturnType]
 
 
+def names_with(owner: type, effect: Effect) -> frozenset[str]:
+    """Return the names of the fields of a dataclass that declare an effect."""
+    return frozenset(name for name, mark in declared(owner).items() if mark.effect == effect)
+
+
+def affects_of(hint: Any) -> Affects | None:
+    """Return what the type of a field declares, with all annotations, or `None`."""
+    marks = [mark for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, Affects)]
+    return marks[0] if marks else None
+
+
 @functools.cache
 def declared(owner: type) -> dict[str, Affects]:
     """Return what the fields of a dataclass declare, by name. Sections and fields that declare nothing are left out."""
-    marks: dict[str, Affects] = {}
-    for name, hint in get_type_hints(owner, include_extras=True).items():
-        for mark in getattr(hint, "__metadata__", ()):
-            if isinstance(mark, Affects):
-                marks[name] = mark
-    return marks
+    hints = get_type_hints(owner, include_extras=True)
+    marks = {name: affects_of(hint) for name, hint in hints.items()}
+    return {name: mark for name, mark in marks.items() if mark is not None}

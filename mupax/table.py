@@ -1,31 +1,68 @@
-"""A table from names to functions, each imported when it is looked up: what a run does not name, it does not load."""
+"""Entries of tables of plug-ins. What an entry needs is imported when it is looked up or called.
+
+An entry says by an import inside a function where its object is, so that editors and the type checker find it.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections import UserDict
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar
 
-T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class LazyRegistry(UserDict[str, T]):
-    """Names to objects, of which an entry says where it is; one set later may be the object itself.
+class Lazy(Generic[P, R]):
+    """A function that is imported when it is called.
 
     Args:
-        package: whose modules the entries name.
-        places: name to MODULE:OBJECT.
+        load: imports the function and returns it.
     """
 
-    def __init__(self, package: str, places: Mapping[str, str]) -> None:
-        super().__init__()
-        self._package = package
-        self.data.update(places)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    def __init__(self, load: Callable[[], Callable[P, R]]) -> None:
+        self.load = load
 
-    def __getitem__(self, name: str) -> T:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.load()(*args, **kwargs)
+
+
+class LazyRegistry(UserDict[str, Callable[P, R]]):
+    """Names to functions. An entry is imported when it is looked up; one that is set later may be any function.
+
+    Args:
+        entries: name to what imports the function and returns it.
+    """
+
+    def __init__(self, entries: Mapping[str, Callable[[], Callable[P, R]]]) -> None:
+        super().__init__()
+        for name, load in entries.items():
+            self.data[name] = Lazy(load)
+
+    def __getitem__(self, name: str) -> Callable[P, R]:
         entry = self.data[name]
-        if isinstance(entry, str):
-            module, _, attribute = entry.partition(":")
-            self.data[name] = getattr(importlib.import_module(f"{self._package}.{module}"), attribute)
+        if isinstance(entry, Lazy):
+            self.data[name] = entry.load()
         return self.data[name]
+
+
+def function_of(entry: F | str) -> F:
+    """Return the function of an entry. A user may write MODULE:FUNCTION in its place, which is imported here.
+
+    Raises:
+        ImportError: there is no such module.
+        AttributeError: the module has no such function.
+    """
+    if not isinstance(entry, str):
+        return entry
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def module_of(entry: object) -> str:
+    """Return the name of the module that an entry of a table comes from: a function, a class, or MODULE:FUNCTION."""
+    if isinstance(entry, str):
+        return entry.partition(":")[0]
+    return getattr(entry, "__module__", None) or "__main__"

@@ -6,8 +6,17 @@ To add one, write the function that makes its direction and a row here; docs/add
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
+from mupax.presets.roles import ParamSpec
+from mupax.table import Lazy
+
+if TYPE_CHECKING:
+    from mupax.train.config.run import OptimizerConfig
+
+Direction = Callable[["OptimizerConfig", Mapping[str, ParamSpec]], Any]
+"""Function of a config and the declarations of the parameters that are trained. It returns an optax transformation."""
 Family = Literal["adam", "sgd", "muon", "lion"]
 
 
@@ -19,8 +28,8 @@ class Optimizer:
         family: whose learning rates it follows, in presets' tables and in `limits`. sgd: updates are as large as gradients;
             adam: gradients are divided by their size; lion: their sign is taken; muon: matrices are orthogonalized and all
             else is on Adam. Optimizers of one family can be given one learning rate.
-        direction: module:function; (OptimizerConfig, specs) -> the optax transformation of gradients into the direction of an
-            update, before decay, learning rate and sign. The function alone imports JAX.
+        direction: makes the optax transformation of gradients into the direction of an update, before decay, learning rate
+            and sign. MODULE:FUNCTION may stand for a function, which is imported when it is needed.
         reads: the fields of `OptimizerConfig` that it reads and not every optimizer does. Any other is refused as a flag.
         moments: fields of its state that hold one array per parameter, and the power of the gradient that each is: 1 for a
             mean of gradients, 2 for a mean of their squares, 0 for a mean of normalized gradients.
@@ -32,7 +41,7 @@ class Optimizer:
     """
 
     family: Family
-    direction: str
+    direction: Direction | str
     reads: frozenset[str]
     moments: dict[str, int]
     check_lr: float
@@ -46,12 +55,17 @@ class Optimizer:
             )
 
 
-_TRANSFORMS = "mupax.train.core.optimizer"
+def _import_directions():
+    from mupax.train.core import optimizer
+
+    return optimizer
+
+
 _DECAY = {"weight_decay", "decay"}
 _ADAM_READS, _ADAM_MOMENTS = frozenset({"b1", "b2", "eps"}), {"mu": 1, "nu": 2}
 _ADAM = Optimizer(
     family="adam",
-    direction=f"{_TRANSFORMS}:adam",
+    direction=Lazy(lambda: _import_directions().adam),
     reads=_ADAM_READS,
     moments=_ADAM_MOMENTS,
     check_lr=2e-3,
@@ -60,7 +74,7 @@ _ADAM = Optimizer(
 _SGD_READS = frozenset({"momentum", *_DECAY})
 _SGD = Optimizer(
     family="sgd",
-    direction=f"{_TRANSFORMS}:sgd",
+    direction=Lazy(lambda: _import_directions().sgd),
     reads=_SGD_READS,
     moments={"trace": 1},
     check_lr=0.2,
@@ -72,10 +86,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam": _ADAM,
     "sgd": _SGD,
     "momentum": dataclasses.replace(_SGD, check_lr=0.05),
-    "muon": dataclasses.replace(_ADAM, family="muon", direction=f"{_TRANSFORMS}:muon", reads=_ADAM_READS | _SGD_READS),
+    "muon": dataclasses.replace(
+        _ADAM, family="muon", direction=Lazy(lambda: _import_directions().muon), reads=_ADAM_READS | _SGD_READS
+    ),
     "lion": Optimizer(
         family="lion",
-        direction=f"{_TRANSFORMS}:lion",
+        direction=Lazy(lambda: _import_directions().lion),
         reads=frozenset({"b1", "b2", *_DECAY}),
         moments={"mu": 1},
         check_lr=1e-3,

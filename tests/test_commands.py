@@ -134,11 +134,11 @@ def test_the_table_of_a_config_file_is_that_of_its_model(tmp_path: Path, capsys:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Callable[[list[str]], int] | None, list[str]]]:
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Callable[[], object] | None, list[str]]]:
     """What dispatch would have run: the function and its words."""
-    calls: list[tuple[Callable[[list[str]], int] | None, list[str]]] = []
+    calls: list[tuple[Callable[[], object] | None, list[str]]] = []
 
-    def record(command: Command, words: list[str], modules: list[str]) -> int:
+    def record(command: Command, prog: str, words: list[str], modules: list[str]) -> int:
         calls.append((command.run, words))
         return 0
 
@@ -148,7 +148,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Callable[[list[str]], int
 
 @pytest.mark.parametrize(("typed", "function"), WORKED.items())
 def test_an_old_spelling_runs_and_names_the_new_one(
-    typed: str, function: Callable[[list[str]], int], ran: list[object], capsys: Capture
+    typed: str, function: Callable[[], object], ran: list[object], capsys: Capture
 ) -> None:
     words = typed.split()
     assert main([*words, "--flag", "value"]) == 0
@@ -167,7 +167,7 @@ def test_an_old_spelling_runs_and_names_the_new_one(
 
 @pytest.mark.parametrize(("typed", "function"), STILL_WORK.items())
 def test_a_spelling_that_stays_is_quiet(
-    typed: str, function: Callable[[list[str]], int], ran: list[tuple[object, list[str]]], capsys: Capture
+    typed: str, function: Callable[[], object], ran: list[tuple[object, list[str]]], capsys: Capture
 ) -> None:
     words = typed.split()
     assert main(words) == 0

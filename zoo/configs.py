@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from importlib import import_module
 
 from mupax.plugins import loaded_module
+from mupax.table import function_of
 from mupax.zoo.decoder.config import DecoderConfig
 from mupax.zoo.encoder_decoder.config import NAMED, EncoderDecoderConfig
 from mupax.zoo.experts.config import RoutingConfig
@@ -24,12 +24,12 @@ __all__ = [
     "get",
 ]
 
-FAMILIES = {
-    "vit": f"{__name__}:ViTConfig",
-    "decoder": f"{__name__}:DecoderConfig",
-    "encoder-decoder": f"{__name__}:EncoderDecoderConfig",
+FAMILIES: dict[str, type[ModelConfig] | str] = {
+    "vit": ViTConfig,
+    "decoder": DecoderConfig,
+    "encoder-decoder": EncoderDecoderConfig,
 }
-"""Family to where its config is. A family that is not listed is called by that place itself, module:Class."""
+"""Family to its config. A family that is not listed is called by its place, MODULE:CLASS, which may stand for a class here too."""
 
 
 def _vit(width: int, depth: int, num_heads: int, patch_size: int, image_size: int = 224) -> ViTConfig:
@@ -125,10 +125,12 @@ def family_class(name: str) -> type[ModelConfig]:
     Raises:
         ConfigError: there is none of that name.
     """
-    place, _, attribute = FAMILIES.get(name, name).partition(":")
+    if name in FAMILIES:
+        return function_of(FAMILIES[name])
+    place, _, attribute = name.partition(":")
     is_place = all(part.isidentifier() for part in [*place.split("."), attribute])
     if is_place:
-        module = import_module(place) if name in FAMILIES else loaded_module(place)
+        module = loaded_module(place)
         config = getattr(module, attribute, None)
         if isinstance(config, type) and issubclass(config, ModelConfig):
             return config

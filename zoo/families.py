@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
 from mupax.errors import MupaxError
 from mupax.plugins import importable_name
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
@@ -55,10 +55,10 @@ class ComputeConfig:
 
     layers: Annotated[Literal["auto", "scan", "unrolled"], Affects("rounding", "unrolled")] = "auto"
     """One compiled block looped over depth (compile time constant in depth), or every block compiled (faster on CPU)."""
-    remat: Annotated[Remat, Affects("rounding", "block")] = "none"
+    remat: Annotated[Remat, Listed("rounding", "block")] = "none"
     """What the backward pass recomputes: nothing, all but matrix products, all but the outputs of attention's kernel, or whole blocks, whose
     inputs offload keeps in the host's memory."""
-    attention: Annotated[AttentionName, Affects("rounding", test="zoo/layers/test_kernels.py")] = "auto"
+    attention: Annotated[AttentionName, Listed("rounding", test="zoo/layers/test_kernels.py")] = "auto"
     """auto takes a flash kernel where there is one that can: splash on TPU, cudnn on GPU; where devices split positions, a ring on TPU."""
     attention_block: Annotated[int | None, Affects("rounding", test="zoo/layers/test_kernels.py")] = None
     """Positions on a side of a splash kernel's block, a multiple of 128; what suits the chip unless given."""
@@ -68,7 +68,7 @@ class ComputeConfig:
     """All logits at once, those of a few tokens at a time, or of a part of the vocabulary; auto takes parts where logits would be large."""
     param_dtype: Annotated[Literal["float32", "bfloat16"], Affects("rounding", "bfloat16")] = "float32"
     """Storage of parameters and optimizer state. Updates are computed in float32; bfloat16 is rounded stochastically."""
-    dtype: Annotated[Literal["float32", "bfloat16"], Affects("rounding", "bfloat16")] = "float32"
+    dtype: Annotated[Literal["float32", "bfloat16"], Listed("rounding", "bfloat16")] = "float32"
     """Matrix products and activations; norms, softmax and the loss stay in float32."""
     product_dtype: Annotated[
         Literal["int8", "float8"] | None, Affects("rounding", test="zoo/layers/test_layers.py")
@@ -199,8 +199,8 @@ class TokenModel(ModelConfig):
     task: ClassVar[Task] = "tokens"
     output_axis: ClassVar[str] = "vocab"
 
-    vocab_size: Annotated[int, Affects("model", 257)]
-    seq_len: Annotated[int, Affects("model", 12)]
+    vocab_size: Annotated[int, Listed("model", 257)]
+    seq_len: Annotated[int, Listed("model", 12)]
     """Longest context, and the number of learned positions."""
 
     def sizes(self) -> dict[str, int]:
@@ -222,9 +222,9 @@ class ImageModel(ModelConfig):
     task: ClassVar[Task] = "images"
     output_axis: ClassVar[str] = "classes"
 
-    image_size: Annotated[int, Affects("model", 12)]
+    image_size: Annotated[int, Listed("model", 12)]
     """Height and width of the square input, in pixels."""
-    patch_size: Annotated[int, Affects("model", 2)]
+    patch_size: Annotated[int, Listed("model", 2)]
     channels: Annotated[int, Affects("model", 3)] = 3
     num_classes: Annotated[int, Affects("model", 9)] = 1000
 

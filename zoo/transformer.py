@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Annotated, Literal, NamedTuple
 
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
 from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, with_value_dim
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
 from mupax.zoo.experts.config import RoutingConfig, check
@@ -47,11 +47,11 @@ class AttentionSpec(NamedTuple):
 class TransformerConfig(ModelConfig):
     """Blocks of attention and MLP. Sizes are counts; `head_dim` defaults to width / num_heads."""
 
-    width: Annotated[int, Affects("model", 32)]
+    width: Annotated[int, Listed("model", 32)]
     """Residual stream size D."""
-    depth: Annotated[int, Affects("model", 3)]
+    depth: Annotated[int, Listed("model", 3)]
     """Residual blocks L (one block = attention + MLP)."""
-    num_heads: Annotated[int, Affects("model", 4)]
+    num_heads: Annotated[int, Listed("model", 4)]
     """Query heads H."""
     head_dim: Annotated[int | None, Affects("model", 6)] = None
     """Dimension per head N; width / num_heads unless given."""
@@ -79,9 +79,9 @@ class TransformerConfig(ModelConfig):
     branch_activation: Annotated[Literal["none", "gelu"], Affects("model", "gelu")] = "none"
     """gelu: a branch reads GELU of its norm's output, as in Bordelon et al. 2024's language model."""
 
-    experts: Annotated[int | None, Affects("model", 2, given={"model.experts": 4})] = None
+    experts: Annotated[int | None, Listed("model", 2, given={"model.experts": 4})] = None
     """Experts E in place of every block's MLP, of which a token goes to a few; none unless given."""
-    active_experts: Annotated[int | None, Affects("model", 1, given={"model.experts": 4})] = None
+    active_experts: Annotated[int | None, Listed("model", 1, given={"model.experts": 4})] = None
     """Experts that a token goes to; 2 of them unless given, or the only one."""
     expert_dim: Annotated[int | None, Affects("model", 8, given={"model.experts": 4})] = None
     """Hidden size of an expert; the MLP's over active_experts unless given, so that a token costs as much as in the MLP."""

@@ -37,7 +37,7 @@ def run(words: Sequence[str]) -> int:
     Raises:
         UsageError: the word is no shell.
     """
-    shell, _ = command_line.first_word("mupax --completion", {"shell": SHELLS}, words)
+    shell, _ = command_line.first_word("mupax --completion", "shell", SHELLS, words)
     print(script(shell), end="")
     return 0
 

@@ -6,7 +6,6 @@ A run prepares embedded data by itself. Large data sets are better prepared once
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import socket
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from tyro import conf
 
 from mupax import terminal
 from mupax.paths import lasting_name
+from mupax.table import function_of
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import DataError
 
@@ -53,12 +53,11 @@ class Prepare:
             return self._tokenize()
         if source_key(self.name) is None:
             return _prepare_published(self.name, self.data_dir)
-        place = source(self.name).prepare
-        if place is None:
+        prepare = source(self.name).prepare
+        if prepare is None:
             terminal.say(f"{self.name} is read as a run starts; there is nothing to prepare")
             return 0
-        module, _, function = place.partition(":")
-        getattr(importlib.import_module(module), function)(self.data_dir, print)
+        function_of(prepare)(self.data_dir, print)
         terminal.say(f"{self.name} is prepared in {cache.data_sets(self.data_dir)}")
         return 0
 

@@ -40,6 +40,7 @@ def run(argv: Sequence[str]) -> int:
     if words[0] not in commands:
         _refuse_command(words[0], commands)
     command = commands[words[0]]
+    prog = f"mupax {words[0]}"
     words = words[1:]
 
     from mupax.train.config import record
@@ -47,8 +48,10 @@ def run(argv: Sequence[str]) -> int:
     record.load(modules)
     try:
         if command.subcommands:
-            command, words = _subcommand(command, words)
-        return _run(command, words, modules)
+            row, words = _subcommand(command, words)
+            prog = prog if row is command else f"{prog} {row.name}"
+            command = row
+        return _run(command, prog, words, modules)
     except SystemExit as stop:
         if stop.code == 0:  # its help was printed
             print(f"\n{_appendix(command)}")
@@ -97,7 +100,7 @@ def _subcommand(command: Command, words: list[str]) -> tuple[Command, list[str]]
     if words and not words[0].startswith("-"):
         _refuse_name(prog, words[0])
     summaries = {row.name: row.summary for row in command.subcommands}
-    name, rest = command_line.first_word(prog, {"command": summaries}, words, command.default)
+    name, rest = command_line.first_word(prog, "command", summaries, words, command.default)
     return rows[name], rest
 
 
@@ -110,18 +113,17 @@ def _refuse_misspelt(prog: str, words: list[str], names: list[str]) -> None:
         raise command_line.UsageError(f"{prog} has no {words[0]!r}; did you mean `{prog} {near[0]}`?")
 
 
-def _run(command: Command, words: list[str], modules: Sequence[str]) -> int:
+def _run(command: Command, prog: str, words: list[str], modules: Sequence[str]) -> int:
     """Check what a command needs, and run it."""
-    assert command.run is not None
     try:
         if command.prepared == "nothing":
-            return command.run(words)
+            return _call(command, prog, words)
         _prepare(command, words)
         if command.prepared == "run":
             # A run that is started again after a crash needs its plugins again.
-            return command.run([*_plugin_words(modules), *words])
+            return _call(command, prog, [*_plugin_words(modules), *words])
         with memory.explained(command.less_memory):
-            return command.run(words)
+            return _call(command, prog, words)
     except ImportError as error:
         is_complete = importlib.util.find_spec("mupax.train.data") is not None
         if is_complete or not (error.name or "").startswith("mupax."):
@@ -129,6 +131,21 @@ def _run(command: Command, words: list[str], modules: Sequence[str]) -> int:
         raise command_line.UsageError(
             f"{command.name} needs {error.name}, which does not come with mupax-presets; install mupax"
         ) from error
+
+
+def _call(command: Command, prog: str, words: list[str]) -> int:
+    """Import a command and run it on its words."""
+    assert command.run is not None
+    main = command.run()
+    if not isinstance(main, type):
+        return main(words)
+    from mupax.train.config.preset import with_group_constants
+
+    if command.takes_recipe:
+        from mupax.train.config.cli import with_file_first
+
+        words = with_file_first(words)
+    return command_line.parse(main, prog, with_group_constants(words)).run()
 
 
 def _prepare(command: Command, words: list[str]) -> None:
@@ -163,7 +180,7 @@ def _refuse_command(word: str, commands: dict[str, Command]) -> NoReturn:
         if word in {row.name for row in command.subcommands}:
             raise command_line.UsageError(f"{word} comes after {command.name}; write `mupax {command.name} {word}`")
     summaries = {command.name: command.summary for command in commands.values()}
-    command_line.first_word("mupax", {"command": summaries}, [word])
+    command_line.first_word("mupax", "command", summaries, [word])
     raise AssertionError(word)
 
 

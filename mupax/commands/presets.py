@@ -14,9 +14,14 @@ from mupax.command_line import Switch
 from mupax.presets import horizon, joint
 from mupax.presets.analysis import desiderata, joint_limits, table, verdicts
 from mupax.presets.analysis.batch_command import RunFlags, print_json
+from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import choices
 from mupax.train.config import cli
 from mupax.train.config.preset import ConstantFlags, PresetFlags, preset_for
+
+PresetName = Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
+OptimizerName = Annotated[str, conf.arg(metavar="|".join(OPTIMIZERS))]
+"""Name of an optimizer. Help lists those that there are, also those of plugins."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +40,7 @@ class Constants:
     Every preset takes those of parameter groups too, as --preset.rates.readout 4.
     """
 
-    preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
+    preset: PresetName
     """A preset."""
     json: Switch = False
     """Print JSON."""
@@ -59,12 +64,12 @@ class Table(PresetFlags, RunFlags):
     Factors are relative to the base (1 where the model is the base); --absolute shows values instead.
     """
 
-    preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
+    preset: PresetName
     """A preset, or measured:PATH."""
-    model: Annotated[str, conf.arg(metavar="MODEL|RECIPE|FILE")]
+    model: Annotated[str, conf.arg(aliases=("--config",), metavar="MODEL|RECIPE|FILE")]
     """A model of `mupax models`, or a recipe or config file, for its model; `--config FILE` says the same."""
-    optimizer: Annotated[str, conf.arg(metavar="NAME")] = "adam"
-    """adam, adamw, sgd, momentum, muon or lion."""
+    optimizer: OptimizerName = "adam"
+    """Optimizer whose learning rates and eps hold."""
     decay: Literal["coupled", "independent"] = "coupled"
     """How weight decay enters."""
     absolute: Switch = False
@@ -109,10 +114,10 @@ class Limits(ConstantFlags):
     Computed from the preset's rules alone, for a pre-norm transformer.
     """
 
-    preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
+    preset: PresetName
     """A preset."""
-    optimizer: Annotated[str, conf.arg(metavar="NAME")] = "adam"
-    """adam, adamw, sgd, momentum, muon or lion."""
+    optimizer: OptimizerName = "adam"
+    """Optimizer whose learning rates and eps hold."""
     joint: horizon.Applied = "none"
     """The rule by which the optimizer's numbers follow batch and tokens (of Adam)."""
     experts: Switch = False
@@ -146,7 +151,7 @@ class Desiderata(ConstantFlags):
     the preset's own rates make parts equal (balance) and of order one (loss decay). `mupax check MODEL --desiderata` measures.
     """
 
-    preset: Annotated[conf.Positional[str], conf.arg(metavar="PRESET")]
+    preset: PresetName
     """A preset."""
     encoder: Switch = False
     """Of an encoder-decoder: both stacks and cross-attention, and either depth alone."""
@@ -171,8 +176,8 @@ class Compare:
 
     names: Annotated[conf.Positional[tuple[str, ...]], conf.arg(metavar="PRESET ...")]
     """Presets, each with its default constants."""
-    optimizer: Annotated[str, conf.arg(metavar="NAME")] = "adam"
-    """adam, adamw, sgd, momentum, muon or lion."""
+    optimizer: OptimizerName = "adam"
+    """Optimizer whose learning rates and eps hold."""
     summary: Switch = False
     """One row per preset: each verdict with what shows it most."""
     markdown: Switch = False

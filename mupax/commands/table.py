@@ -1,7 +1,7 @@
 """The table of commands. `mupax --help`, dispatch, shell completion and docs/commands.md are made from it.
 
-A row names the function that runs the command. That function imports what it calls, so that a
-process loads only the command that was typed.
+The function of a row imports what runs the command, so that a process loads only the command that
+was typed.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Literal
 
-from mupax import command_line, plugins
+from mupax import plugins
+from mupax.command_line import Runnable
 
 Prepared = Literal["nothing", "run", "arrays", "weights"]
 """What is done before a command: nothing; for a run its paths and memory are checked; for arrays
 JAX's settings too; for weights the same, but memory that is freed goes back to the system."""
+Main = Callable[[list[str]], int]
+"""Function of the words after a command's name. It returns the exit code."""
 _MACHINE = "Take a smaller model, or a machine with more memory"
 _ONE_BATCH = "Write a smaller --data.batch-size, or more --accumulation-steps"
 
@@ -27,8 +30,9 @@ class Command:
         name: word that is typed.
         summary: line of `--help`.
         example: words of a command line after `mupax`.
-        run: runs the command with the words after its name, and returns the exit code. `None` for
-            a command that does nothing without a subcommand.
+        run: imports and returns what runs the command: a function of the words after its name that
+            returns the exit code, or the dataclass of its flags. `None` for a command that does
+            nothing without a subcommand.
         subcommands: rows of the second words.
         default: subcommand of a line whose second word names none.
         takes_recipe: the first word is a recipe, in whose place `--config FILE` may stand.
@@ -40,7 +44,7 @@ class Command:
     name: str
     summary: str
     example: str
-    run: Callable[[list[str]], int] | None = None
+    run: Callable[[], Main | type[Runnable]] | None = None
     subcommands: tuple[Command, ...] = ()
     default: str | None = None
     takes_recipe: bool = False
@@ -49,263 +53,252 @@ class Command:
     less_memory: str = _MACHINE
 
 
-def _parsed(command: type[command_line.Runnable], prog: str, words: list[str]) -> int:
-    """Run a command that is a dataclass of its flags."""
-    from mupax.train.config.preset import with_group_constants
-
-    return command_line.parse(command, prog, with_group_constants(words)).run()
-
-
-def _is_config(word: str) -> bool:
-    return word.partition("=")[0] == "--config"
-
-
 # Train
 
 
-def _train(words: list[str]) -> int:
+def _train():
     from mupax.train.run import command
 
-    return command.main(words)
+    return command.main
 
 
-def _finetune(words: list[str]) -> int:
+def _finetune():
     from mupax.train.reuse.start import finetune
     from mupax.train.run import command
 
-    _, own_words = plugins.split(words)
-    return command.start(finetune.command(own_words), ["finetune", *words])
+    def main(words: list[str]) -> int:
+        _, own_words = plugins.split(words)
+        return command.start(finetune.command(own_words), ["finetune", *words])
+
+    return main
 
 
-def _data_prepare(words: list[str]) -> int:
+def _data_prepare():
     from mupax.commands.data import Prepare
 
-    return _parsed(Prepare, "mupax data prepare", words)
+    return Prepare
 
 
-def _data_show(words: list[str]) -> int:
+def _data_show():
     from mupax.train.data.show import Show
 
-    return _parsed(Show, "mupax data show", words)
+    return Show
 
 
-def _data_tokenizer(words: list[str]) -> int:
+def _data_tokenizer():
     from mupax.train.data.tokenizer_command import TrainTokenizer
 
-    return _parsed(TrainTokenizer, "mupax data tokenizer", words)
+    return TrainTokenizer
 
 
-def _checkpoints_list(words: list[str]) -> int:
+def _checkpoints_list():
     from mupax.train.checkpoints import command
 
-    return command.main(words)
+    return command.main
 
 
-def _checkpoints_verify(words: list[str]) -> int:
+def _checkpoints_verify():
     from mupax.train.checkpoints import command
 
-    return command.main([*words, "--verify"])
+    return lambda words: command.main([*words, "--verify"])
 
 
 # Tune
 
 
-def _sweep(words: list[str]) -> int:
+def _sweep():
     from mupax.train.studies.sweep import command
 
-    return command.main(words)
+    return command.main
 
 
-def _tune(words: list[str]) -> int:
+def _tune():
     from mupax.train.studies.tune import command
 
-    return command.main(words)
+    return command.main
 
 
-def _transfer(words: list[str]) -> int:
+def _transfer():
     from mupax.train.studies.transfer import command
 
-    return command.main(words)
+    return command.main
 
 
-def _plan(words: list[str]) -> int:
+def _plan():
     from mupax.train.studies.plan import command
 
-    return command.main(words)
+    return command.main
 
 
-def _plan_score(words: list[str]) -> int:
+def _plan_score():
     from mupax.train.studies.plan import score
 
-    return score.main(words)
+    return score.main
 
 
 # Inspect
 
 
-def _check(words: list[str]) -> int:
+def _check():
     from mupax.train.studies.check import command
 
-    return command.main(words)
+    return command.main
 
 
-def _eval(words: list[str]) -> int:
+def _eval():
     from mupax.train.run import eval_command
 
-    return eval_command.main(words)
+    return eval_command.main
 
 
-def _noise(words: list[str]) -> int:
+def _noise():
     from mupax.train.run import noise
 
-    return noise.main(words)
+    return noise.main
 
 
-def _compile(words: list[str]) -> int:
+def _compile():
     from mupax.train.pods import command
 
-    return command.main(words)
+    return command.main
 
 
 # Use
 
 
-def _predict(words: list[str]) -> int:
+def _predict():
     from mupax.train.reuse.predict import command
 
-    return command.main(words)
+    return command.main
 
 
-def _generate(words: list[str]) -> int:
+def _generate():
     from mupax.train.reuse.generate import command
 
-    return command.main(words)
+    return command.main
 
 
-def _serve(words: list[str]) -> int:
+def _serve():
     from mupax.train.reuse.serve import command
 
-    return command.main(words)
+    return command.main
 
 
-def _import(words: list[str]) -> int:
+def _import():
     from mupax.train.reuse.huggingface.command import Import
 
-    return _parsed(Import, "mupax import", words)
+    return Import
 
 
-def _export(words: list[str]) -> int:
+def _export():
     from mupax.train.reuse.huggingface.command import Export
 
-    return _parsed(Export, "mupax export", words)
+    return Export
 
 
-def _push(words: list[str]) -> int:
+def _push():
     from mupax.train.reuse.huggingface import push
 
-    return push.main(words)
+    return push.main
 
 
-def _grow(words: list[str]) -> int:
+def _grow():
     from mupax.train.reuse.grow import command
 
-    return command.main(words)
+    return command.main
 
 
-def _convert(words: list[str]) -> int:
+def _convert():
     from mupax.train.reuse import forms
 
-    return forms.main(words)
+    return forms.main
 
 
 # Theory
 
 
-def _presets_list(words: list[str]) -> int:
+def _presets_list():
     from mupax.commands.presets import List
 
-    return _parsed(List, "mupax presets list", words)
+    return List
 
 
-def _presets_constants(words: list[str]) -> int:
+def _presets_constants():
     from mupax.commands.presets import Constants
 
-    return _parsed(Constants, "mupax presets constants", words)
+    return Constants
 
 
-def _presets_table(words: list[str]) -> int:
+def _presets_table():
     from mupax.commands.presets import Table
 
-    # A file's model is what the table needs of it.
-    with_model = [f"--model{word.removeprefix('--config')}" if _is_config(word) else word for word in words]
-    return _parsed(Table, "mupax presets table", with_model)
+    return Table
 
 
-def _presets_limits(words: list[str]) -> int:
+def _presets_limits():
     from mupax.commands.presets import Limits
 
-    return _parsed(Limits, "mupax presets limits", words)
+    return Limits
 
 
-def _presets_desiderata(words: list[str]) -> int:
+def _presets_desiderata():
     from mupax.commands.presets import Desiderata
 
-    return _parsed(Desiderata, "mupax presets desiderata", words)
+    return Desiderata
 
 
-def _presets_compare(words: list[str]) -> int:
+def _presets_compare():
     from mupax.commands.presets import Compare
 
-    return _parsed(Compare, "mupax presets compare", words)
+    return Compare
 
 
-def _presets_joint(words: list[str]) -> int:
+def _presets_joint():
     from mupax.presets.analysis.batch_command import Joint
 
-    return _parsed(Joint, "mupax presets joint", words)
+    return Joint
 
 
-def _presets_tuned(words: list[str]) -> int:
+def _presets_tuned():
     from mupax.commands.presets import Tuned
 
-    return _parsed(Tuned, "mupax presets tuned", words)
+    return Tuned
 
 
-def _presets_balance(words: list[str]) -> int:
+def _presets_balance():
     from mupax.train.studies.check import balance_command
 
-    return balance_command.main(words)
+    return balance_command.main
 
 
-def _presets_dynamics(words: list[str]) -> int:
+def _presets_dynamics():
     from mupax.train.studies.infinite import command
 
-    return command.main(words)
+    return command.main
 
 
-def _models_list(words: list[str]) -> int:
+def _models_list():
     from mupax.commands.models import List
 
-    return _parsed(List, "mupax models list", words)
+    return List
 
 
-def _models_describe(words: list[str]) -> int:
+def _models_describe():
     from mupax.commands.models import Describe
-    from mupax.train.config import cli
 
-    return _parsed(Describe, "mupax models describe", cli.with_file_first(words))
+    return Describe
 
 
-def _models_roles(words: list[str]) -> int:
+def _models_roles():
     from mupax.train.studies.roles import command
 
-    return command.main(words)
+    return command.main
 
 
-def _verify(words: list[str]) -> int:
+def _verify():
     from mupax.presets.verify.command import Verify
 
-    return _parsed(Verify, "mupax verify", words)
+    return Verify
 
 
 DATA = (

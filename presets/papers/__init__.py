@@ -8,30 +8,73 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mupax.presets.preset import Preset
 from mupax.presets.roles import PresetError
 from mupax.table import LazyRegistry
 
-PRESETS: LazyRegistry[Callable[..., Preset]] = LazyRegistry(
-    __name__,
+
+def _import_limits():
+    from mupax.presets.papers import infinite_limits
+
+    return infinite_limits
+
+
+def _import_effective_theory():
+    from mupax.presets.papers import effective_theory
+
+    return effective_theory
+
+
+def _import_sp():
+    from mupax.presets.papers.standard import sp
+
+    return sp
+
+
+def _import_completep():
+    from mupax.presets.papers.completep import completep
+
+    return completep
+
+
+def _import_u_mup():
+    from mupax.presets.papers.unit import u_mup
+
+    return u_mup
+
+
+def _import_spectral():
+    from mupax.presets.papers.spectral import spectral
+
+    return spectral
+
+
+def _import_sp_layerwise():
+    from mupax.presets.papers.layerwise import sp_layerwise
+
+    return sp_layerwise
+
+
+PRESETS: LazyRegistry[..., Preset] = LazyRegistry(
     {
-        "sp": "standard:sp",
-        "mup": "infinite_limits:mup",
-        "mup-half": "infinite_limits:mup_half",
-        "depth-mup": "infinite_limits:depth_mup",
-        "completep": "completep:completep",
-        "ntk": "effective_theory:ntk",
-        "hybrid": "effective_theory:hybrid",
-        "maximal-update": "effective_theory:maximal_update",
-        "u-mup": "unit:u_mup",
-        "spectral": "spectral:spectral",
-        "sp-layerwise": "layerwise:sp_layerwise",
-    },
+        "sp": _import_sp,
+        "mup": lambda: _import_limits().mup,
+        "mup-half": lambda: _import_limits().mup_half,
+        "depth-mup": lambda: _import_limits().depth_mup,
+        "completep": _import_completep,
+        "ntk": lambda: _import_effective_theory().ntk,
+        "hybrid": lambda: _import_effective_theory().hybrid,
+        "maximal-update": lambda: _import_effective_theory().maximal_update,
+        "u-mup": _import_u_mup,
+        "spectral": _import_spectral,
+        "sp-layerwise": _import_sp_layerwise,
+    }
 )
-"""Name to the function that makes the preset from its constants. To add one, write the function in a file here and a line."""
+"""Name to what imports the function that makes the preset from its constants. To add one, write the function in a file here
+and a line."""
 
 ALIASES = {"standard": "sp"}
 """Other names of presets, as papers and older files have them; nothing here writes them."""

@@ -225,8 +225,8 @@ class Verify:
     """What parameters are whose names do not say it, PATTERN=ROLE, such as '*.out.weight=readout'. Several times."""
     head_dim: str | None = None
     """Size of a head where shapes do not show it: a number, or one a file with commas between."""
-    optimizer: str | None = None
-    """adam, adamw, sgd, momentum, muon or lion; that of the files unless given, else adamw."""
+    optimizer: Annotated[str | None, conf.arg(metavar="|".join(OPTIMIZERS))] = None
+    """Optimizer that was used; that of the files unless given, else adamw."""
     decay: Literal["coupled", "independent"] | None = None
     """How weight decay enters: w -= lr*wd*w, or w -= wd*w; that of the files unless given, else coupled."""
     preset: str | None = None

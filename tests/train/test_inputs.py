@@ -1,4 +1,8 @@
-"""What becomes of right and wrong inputs: every row of docs/inputs.md, with its exit code and what it says."""
+"""What becomes of right and wrong inputs: every row of docs/inputs.md, with its exit code and what it says.
+
+`python -m tests.train.test_inputs` writes the parts of the page that follow from the table of commands and from what the fields of
+a config declare.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import numpy as np
 import pyarrow
@@ -22,8 +27,13 @@ from PIL import Image
 from safetensors.numpy import save
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from mupax import command_line
 from mupax.__main__ import main
+from mupax.commands import table
+from mupax.config_fields import affects_of
+from mupax.train.config.cli import Command
 from mupax.train.config.data import PixelsConfig
+from mupax.train.config.recipes import RECIPES
 from mupax.train.reuse import source
 from mupax.train.reuse.huggingface import files
 from mupax.train.reuse.image_input import ImageInput
@@ -181,6 +191,90 @@ def parts(text: str) -> list[str]:
 ROWS = [(words, int(code), parts(text)) for words, code, text in ROW.findall(PAGE.read_text())]
 
 
+TAKES = {int: "a whole number", float: "a number", str: "text", bool: "no value", NoneType: "None"}
+ON_RESUME = {"refused": "is refused", "announced": "prints old -> new", "silent": "says nothing"}
+
+
+def flags_of_runs() -> dict[str, Any]:
+    """Every flag of a recipe, over the families of models, to its type with annotations."""
+    hints: dict[str, Any] = {}
+    for recipe in ("lm-tiny", "vit-digits", "ed-tiny"):
+        for field in command_line.flag_fields(Command(config=RECIPES[recipe]())):
+            hints.setdefault(field.names[0], field.hint)
+    return hints
+
+
+def takes(hint: Any) -> str:
+    """What a flag of a type takes."""
+    arguments = get_args(hint)
+    if get_origin(hint) is Annotated:
+        return takes(arguments[0])
+    if get_origin(hint) is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if get_origin(hint) is tuple:
+        return f"several, each {takes(arguments[0])}"
+    return TAKES[hint] if not arguments else " or ".join(map(takes, arguments))
+
+
+def fields_table() -> list[str]:
+    """The table of flags, by what their fields declare."""
+    lines = ["## The flags of a run", "", "| flag | takes | a resume with another value | names a point of a sweep |"]
+    lines.append("|---|---|---|---|")
+    for flag, hint in flags_of_runs().items():
+        affects = affects_of(hint)
+        resume = ON_RESUME[affects.consequence.on_resume] if affects else ""
+        point = ("yes" if affects.consequence.names_point else "no") if affects else ""
+        lines.append(f"| `{flag}` | {takes(hint)} | {resume} | {point} |")
+    return lines
+
+
+def typed_table() -> list[str]:
+    """Lines that are typed, with what they say: values of another type, and misspelt commands."""
+    lines = ["## Values of another kind, and misspelt commands", "", "| typed | code | it says |", "|---|---|---|"]
+    kinds: set[str] = set()
+    for flag, hint in flags_of_runs().items():
+        kind = takes(hint)
+        choices = sorted(re.findall(r"`(.*?)`", kind))
+        kind = "a choice" if choices else kind
+        if kind in kinds or ("number" not in kind and not choices) or "several" in kind:
+            continue
+        kinds.add(kind)
+        needs = f"one of {', '.join(map(repr, choices))}" if choices else kind
+        lines.append(f"| `train lm-tiny {flag} x` | 2 | {flag} needs {needs}, not … |")
+    for command in table.commands().values():
+        lines.append(
+            f"| `{command.name[:-1]}` | 2 | no command is named {command.name[:-1]!r}; did you mean {command.name}? … |"
+        )
+        for row in command.subcommands:
+            wrong = f"no command is named {row.name[:-1]!r}; did you mean {row.name}? …"
+            if command.run is not None:
+                wrong = (
+                    f"mupax {command.name} has no {row.name[:-1]!r}; did you mean `mupax {command.name} {row.name}`?"
+                )
+            lines.append(f"| `{command.name} {row.name[:-1]}` | 2 | {wrong} |")
+    return lines
+
+
+def page(text: str) -> str:
+    """The text of docs/inputs.md with the parts that follow from the code as the code is."""
+    begin = "<!-- of the code: begin -->\n"
+    end = "<!-- of the code: end -->"
+    parts_of_code = "\n".join(["", *typed_table(), "", *fields_table(), ""])
+    return f"{text.partition(begin)[0]}{begin}{parts_of_code}\n{end}{text.partition(end)[2]}"
+
+
+def test_the_page_has_what_the_code_declares() -> None:
+    text = PAGE.read_text()
+    assert page(text) == text, "python -m tests.train.test_inputs writes it anew"
+
+
+def test_control_a_field_that_changed_is_another_page() -> None:
+    text = PAGE.read_text()
+    row = "| `--steps` | a whole number | prints old -> new | yes |"
+    assert row in text
+    assert page(text.replace(row, row.replace("yes", "no"))) == text != text.replace(row, "")
+
+
 def test_there_are_a_hundred() -> None:
     assert len(ROWS) == len({words for words, *_ in ROWS}) >= 100
     assert {code for _, code, _ in ROWS} == {0, 2}
@@ -196,3 +290,7 @@ def test_an_input_has_its_exit_code_and_message(words: str, code: int, says: lis
     assert "Traceback" not in out + err
     assert len(err.splitlines()) <= 10
     assert not code or err.count("error: ") == 1
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))

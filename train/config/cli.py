@@ -12,90 +12,26 @@ import inspect
 import itertools
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Annotated
 
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.command_line import FlagHelp, Switch, UsageError
+from mupax.command_line import FlagField, FlagHelp, Switch, UsageError
+from mupax.config_fields import Listed, affects_of
 from mupax.paths import path_of
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.checks import at_least
-from mupax.train.config.data import source
+from mupax.train.config.data import fields_of_kinds, source
 from mupax.train.config.preset import preset_of, with_group_constants
+from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, StopConfig
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
-COMMON = frozenset(
-    (
-        "--model",
-        "--dry-run",
-        "--print-config",
-        "--restart",
-        "--steps",
-        "--seed",
-        "--workdir",
-        "--resume",
-        "--resume-change",
-        "--resume-from",
-        "--accumulation-steps",
-        "--train-only",
-        "--init-from",
-        "--preset.name",
-        "--preset.base",
-        "--preset.alpha-l",
-        "--preset.constants",
-        "--preset.joint",
-        "--optimizer.name",
-        "--optimizer.peak-lr",
-        "--optimizer.warmup-steps",
-        "--optimizer.weight-decay",
-        "--optimizer.clip-norm",
-        "--optimizer.schedule",
-        "--data.name",
-        "--data.batch-size",
-        "--data.tokenizer",
-        "--data.eval-examples",
-        "--data.eval-batch-size",
-        "--data.evaluate",
-        "--data.mix",
-        "--data.augment",
-        "--data.chat-template",
-        "--data.separator",
-        "--data.field",
-        "--data.document-mask",
-        "--model.width",
-        "--model.depth",
-        "--model.num-heads",
-        "--model.seq-len",
-        "--model.vocab-size",
-        "--model.experts",
-        "--model.active-experts",
-        "--model.patch-size",
-        "--model.image-size",
-        "--model.compute.dtype",
-        "--model.compute.attention",
-        "--model.compute.remat",
-        "--mesh.data",
-        "--mesh.fsdp",
-        "--mesh.tensor",
-        "--mesh.sequence",
-        "--ema.decay",
-        "--log.eval-every-steps",
-        "--log.samples",
-        "--log.tensorboard",
-        "--log.progress",
-        "--checkpoint.every-steps",
-        "--checkpoint.keep",
-        "--checkpoint.keep-best",
-        "--stop.patience",
-    )
-)
-"""Flags that the documents, examples and tests use most, over all recipes."""
 RUN = "run"
 """Section of the flags that have no dot in their name."""
 
@@ -106,12 +42,17 @@ def section_of(flag: str) -> str:
     return owner if dot else RUN
 
 
-def flag_help(argv: Sequence[str], fields: Sequence[Sequence[str]], prog: str) -> FlagHelp | None:
+def is_listed(field: FlagField) -> bool:
+    """Return whether the short help of a recipe lists a flag, which its field declares."""
+    return isinstance(affects_of(field.hint), Listed)
+
+
+def flag_help(argv: Sequence[str], fields: Sequence[FlagField], prog: str) -> FlagHelp | None:
     """Return what the help that the words ask for lists; None for all flags, or where no help is asked for.
 
     Args:
         argv: words of the command line.
-        fields: the names of every flag, its own before aliases.
+        fields: every flag.
         prog: what stands before the flags.
 
     Raises:
@@ -121,14 +62,14 @@ def flag_help(argv: Sequence[str], fields: Sequence[Sequence[str]], prog: str) -
     if not places:
         return None
     section = next(iter(argv[places[0] + 1 :]), "")
-    sections = list(dict.fromkeys([RUN, *(section_of(names[0]) for names in fields)]))
+    sections = list(dict.fromkeys([RUN, *(section_of(field.names[0]) for field in fields)]))
     if section == "all":
         return None
     if not section or section.startswith("-"):
-        shown = [names for names in fields if names[0] in COMMON]
+        shown = [field.names for field in fields if is_listed(field)]
         lists = f"These are the flags in use. `{prog} --help all` lists all {len(fields)}"
     elif section in sections:
-        shown = [names for names in fields if section_of(names[0]) == section]
+        shown = [field.names for field in fields if section_of(field.names[0]) == section]
         lists = f"`{prog} --help all` lists all {len(fields)} flags"
     else:
         raise UsageError(f"--help {section}: write all, or one of {', '.join(sections)}")
@@ -141,13 +82,13 @@ class Command:
     """A recipe's config, and what to do with it."""
 
     config: Annotated[Config, conf.arg(name="")]
-    model: Annotated[str | None, conf.arg(metavar="NAME")] = None
+    model: Annotated[str | None, conf.arg(metavar="NAME"), Listed("model")] = None
     """Train another model of `mupax models`, of the recipe's family; --model.* change the one chosen."""
-    dry_run: Switch = False
+    dry_run: Annotated[Switch, Listed("session")] = False
     """Print shapes, the preset's table, memory, FLOPs and the time of a save; train nothing."""
-    print_config: Switch = False
+    print_config: Annotated[Switch, Listed("session")] = False
     """Print the resolved config as JSON and stop."""
-    restart: Annotated[int, conf.arg(metavar="N")] = 0
+    restart: Annotated[int, conf.arg(metavar="N"), Listed("session")] = 0
     """Train in a child process and start it again after a crash, from its newest good checkpoint, at most so many times."""
     compilation_cache: Annotated[str | None, conf.arg(metavar="DIR|none")] = None
     """Where compiled programs are kept for the next start (or MUPAX_COMPILATION_CACHE); the user cache folder unless given."""
@@ -200,7 +141,7 @@ def parse(
     argv = command_line.with_dashed_values(argv, start)
     listing = None
     if {"-h", "--help"} & set(argv):
-        listing = flag_help(argv, command_line.flag_names(start), prog)
+        listing = flag_help(argv, list(command_line.flag_fields(start)), prog)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe), listing)
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog, "--help all")
     if command.config.preset.joint != "none":
@@ -247,7 +188,7 @@ def with_file_first(argv: Sequence[str]) -> list[str]:
         remaining = words[:index] + words[end:]
         if any(later.partition("=")[0] == "--config" for later in remaining):
             raise command_line.UsageError("--config comes twice; write one of the files")
-        if remaining and (is_file(remaining[0]) or remaining[0] in _recipes()):
+        if remaining and (is_file(remaining[0]) or remaining[0] in RECIPES):
             raise command_line.UsageError(
                 f"{remaining[0]} and --config {path} both say what to train; leave one of them out"
             )
@@ -270,26 +211,20 @@ def _refuse_folder(path: str) -> None:
         raise command_line.UsageError(f"{path} is a folder; write --config {shlex.quote(str(record))}")
 
 
-def _recipes() -> Mapping[str, Callable[[], Config]]:
-    from mupax.train.config.recipes import RECIPES
-
-    return RECIPES
-
-
 def recipe(name: str) -> Callable[[], Config]:
     """The recipe of that name, or of a config file's path; raises UsageError where there is none, ConfigError for a wrong file."""
     if is_file(name):
         from mupax.train.config.recipes import files
 
         return files.recipe(name)
-    if name not in _recipes() and not name.startswith("-"):
+    if name not in RECIPES and not name.startswith("-"):
         _refuse_folder(name)
-    return _recipes()[command_line.first_word("", {"recipe": _recipes()}, [name])[0]]
+    return RECIPES[command_line.first_word("", "recipe", RECIPES, [name])[0]]
 
 
 def is_recipe(name: str) -> bool:
     """Return whether a word names a recipe or a config file, and not a model of the zoo."""
-    return is_file(name) or name in _recipes()
+    return is_file(name) or name in RECIPES
 
 
 def model_of(name: str) -> configs.ModelConfig:
@@ -399,11 +334,9 @@ def _check_read(config: Config, argv: Sequence[str]) -> None:
             by = f"schedule {opt.schedule}" if choice.startswith("schedule") else opt.name
             by = "a run without warm-up" if choice.startswith("warmup") else by
             raise ConfigError(f"{flag} is not read by {by}; leave it out, or write --optimizer.{choice}")
-    fields = ("mix", "split", "tokenizer", "separator", "document-mask", "no-document-mask", "reset-positions", "field")
-    fields += ("augment", "no-augment", "on-broken", "chat-template", "loss-on", "stream", "no-stream", "train-percent")
-    fields += ("special-tokens",)
-    nested = {flag for flag in flags if flag.startswith(("--data.pixels.", "--data.transforms."))}
-    for flag in (*(f"--data.{name}" for name in fields), *sorted(nested)):
+    places = [data.name, *data.evaluation_sets.values()]
+    unread = fields_of_kinds().difference(*(source(place).reads for place in places))
+    for flag in sorted(flags):
         field = flag.removeprefix("--data.").removeprefix("no-").partition(".")[0].replace("-", "_")
-        if flag in flags and field not in source(data.name).reads:
+        if flag.startswith("--data.") and field in unread:
             raise ConfigError(f"{flag} is not read with the data {data.name}; leave it out")

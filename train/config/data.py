@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import re
 import warnings
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tyro import conf
 
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
+from mupax.table import Lazy, function_of
 from mupax.train.config.checks import at_least, check_place
 from mupax.zoo.configs import ConfigError
-from mupax.zoo.families import ArraySpec, Task, nearest_divisor
+from mupax.zoo.families import ArraySpec, ModelConfig, Task, nearest_divisor
+
+if TYPE_CHECKING:
+    from mupax.train.data.interface import Data
+
+Note = Callable[[str], None]
+"""Function that logs one line about what takes time."""
+Loader = Callable[["DataConfig", ModelConfig, int, Note], "Data"]
+"""Function of a config, the model, the seed and a note. It opens the data."""
 
 
 class ImageSizes(NamedTuple):
@@ -38,18 +47,16 @@ SIZES_OF_IMAGES = ("num_classes", "channels", "image_size", "patch_size")
 class DataKind(NamedTuple):
     """Row of `SOURCES`: how a kind of data is loaded, what it is for, and which fields of `DataConfig` it reads."""
 
-    loader: str
-    """module:function; (DataConfig, ModelConfig, seed, note) -> `mupax.train.data.interface.Data`."""
+    loader: Loader | str
+    """Opens the data. MODULE:FUNCTION may stand for a function here and below, which is imported when it is needed."""
     task: Task | None
     """What models of it read; None where only the data set itself can tell."""
     reads: frozenset[str]
     """The fields of `DataConfig` that it reads and not every one does. Any other is refused as a flag."""
-    sizes: ImageSizes | str | None = None
-    """Sizes that images ask of a model, or module:function that finds them: (DataConfig) -> `ImageSizes`, or None where the data
-    are not there."""
-    prepare: str | None = None
-    """module:function that writes the data to disk before a run, for `mupax data prepare`: (data_dir, note). None where a run
-    reads the data as it starts."""
+    sizes: ImageSizes | Callable[[DataConfig], ImageSizes | None] | str | None = None
+    """Sizes that images ask of a model, or a function that finds them, which returns None where the data are not there."""
+    prepare: Callable[[str | None, Note], object] | str | None = None
+    """Writes the data to disk in a folder before a run, for `mupax data prepare`. None where a run reads the data as it starts."""
 
 
 def __getattr__(name: str) -> Any:
@@ -59,45 +66,117 @@ def __getattr__(name: str) -> Any:
     return DataKind
 
 
-_FOLDER = "mupax.train.data.sources"
-_RECORDS = "mupax.train.data.records"
+def _import_text():
+    from mupax.train.data.sources import text
+
+    return text
+
+
+def _import_digits():
+    from mupax.train.data.sources.digits import digits
+
+    return digits
+
+
+def _import_striped_shapes():
+    from mupax.train.data.sources.shapes import striped_shapes
+
+    return striped_shapes
+
+
+def _import_cifar5m():
+    from mupax.train.data.sources import cifar5m
+
+    return cifar5m
+
+
+def _import_idx():
+    from mupax.train.data.sources import idx
+
+    return idx
+
+
+def _import_mixture():
+    from mupax.train.data.sources.mixtures import mixture
+
+    return mixture
+
+
+def _import_data_set():
+    from mupax.train.data.sources.streams import data_set
+
+    return data_set
+
+
+def _import_own_chats():
+    from mupax.train.data.sources.chats import own_chats
+
+    return own_chats
+
+
+def _import_folders():
+    from mupax.train.data.sources import folders
+
+    return folders
+
+
+def _import_published():
+    from mupax.train.data.sources import published
+
+    return published
+
+
+def _import_builders():
+    from mupax.train.data.records import builders
+
+    return builders
+
+
 _TEXT = frozenset({"tokenizer", "separator", "special_tokens", "document_mask", "reset_positions"})
 _CHAT = frozenset({"chat_template", "loss_on"})
 _IMAGES = frozenset({"augment", "transforms"})
 _RECORD_FILES = frozenset({"field", "on_broken", "limits"})
+_OWN_TEXT = DataKind(Lazy(lambda: _import_text().own_files), "tokens", _TEXT | _RECORD_FILES | {"stream"})
 SOURCES: dict[str, DataKind] = {
     "python_corpus": DataKind(
-        f"{_FOLDER}.text:python_corpus", "tokens", _TEXT, prepare=f"{_RECORDS}.builders:prepare_python_corpus"
+        Lazy(lambda: _import_text().python_corpus),
+        "tokens",
+        _TEXT,
+        prepare=Lazy(lambda: _import_builders().prepare_python_corpus),
     ),
     "digits": DataKind(
-        f"{_FOLDER}.digits:digits",
+        Lazy(_import_digits),
         "images",
         _IMAGES | {"split"},
         ImageSizes(10, 1, 8, scaled=False),
-        prepare=f"{_RECORDS}.builders:prepare_digits",
+        prepare=Lazy(lambda: _import_builders().prepare_digits),
     ),
     "shapes": DataKind(
-        f"{_FOLDER}.shapes:striped_shapes", "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
+        Lazy(_import_striped_shapes), "images", frozenset({"transforms"}), ImageSizes(10, 3, 32, scaled=False)
     ),
     "cifar5m": DataKind(
-        f"{_FOLDER}.cifar5m:cifar5m",
+        Lazy(lambda: _import_cifar5m().cifar5m),
         "images",
         _IMAGES,
         ImageSizes(10, 3, 32, scaled=False),
-        prepare=f"{_FOLDER}.cifar5m:prepared_parts",
+        prepare=Lazy(lambda: _import_cifar5m().prepared_parts),
     ),
-    "fashion": DataKind(f"{_FOLDER}.idx:fashion", "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)),
-    "idx:PATH": DataKind(f"{_FOLDER}.idx:own_files", "images", _IMAGES | {"limits"}, f"{_FOLDER}.idx:sizes"),
-    "mix": DataKind(f"{_FOLDER}.mixtures:mixture", "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
-    "text:PATH": DataKind(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
-    "records:PATH": DataKind(f"{_FOLDER}.text:own_files", "tokens", _TEXT | _RECORD_FILES | {"stream"}),
-    "hf:NAME": DataKind(f"{_FOLDER}.streams:data_set", "tokens", _TEXT | _RECORD_FILES),
-    "chat:PATH": DataKind(f"{_FOLDER}.chats:own_chats", "tokens", _TEXT | _CHAT | _RECORD_FILES),
+    "fashion": DataKind(
+        Lazy(lambda: _import_idx().fashion), "images", _IMAGES | {"limits"}, ImageSizes(10, 1, 28, scaled=False)
+    ),
+    "idx:PATH": DataKind(
+        Lazy(lambda: _import_idx().own_files), "images", _IMAGES | {"limits"}, Lazy(lambda: _import_idx().sizes)
+    ),
+    "mix": DataKind(Lazy(_import_mixture), "tokens", _TEXT | _CHAT | _RECORD_FILES | {"mix", "stream"}),
+    "text:PATH": _OWN_TEXT,
+    "records:PATH": _OWN_TEXT,
+    "hf:NAME": DataKind(Lazy(_import_data_set), "tokens", _TEXT | _RECORD_FILES),
+    "chat:PATH": DataKind(Lazy(_import_own_chats), "tokens", _TEXT | _CHAT | _RECORD_FILES),
     "images:PATH": DataKind(
-        f"{_FOLDER}.folders:own_images",
+        Lazy(lambda: _import_folders().own_images),
         "images",
         _IMAGES | {"on_broken", "pixels", "limits"},
-        f"{_FOLDER}.folders:sizes",
+        Lazy(lambda: _import_folders().sizes),
     ),
 }
 """data.name to its source. To add one, write its loader and a line here; docs/add_a_dataset.md is an example."""
@@ -124,7 +203,12 @@ def source(name: str) -> DataKind:
     task = _PUBLISHED.get(kind.partition("/")[0])
     part, images = frozenset({"train_percent"}), _IMAGES | {"pixels", "limits"}
     reads = part | {"tokens": _TEXT, "images": images, None: _TEXT | images}[task]
-    return DataKind(f"{_FOLDER}.published:tfds_data", task, reads, f"{_FOLDER}.published:sizes")
+    return DataKind(Lazy(lambda: _import_published().tfds_data), task, reads, Lazy(lambda: _import_published().sizes))
+
+
+def fields_of_kinds() -> frozenset[str]:
+    """Return the fields of `DataConfig` that some kinds of data read and others do not."""
+    return source("").reads.union(*(kind.reads for kind in SOURCES.values()))
 
 
 def image_sizes(config: DataConfig) -> ImageSizes | None:
@@ -134,10 +218,9 @@ def image_sizes(config: DataConfig) -> ImageSizes | None:
         DataError: data that are there and cannot be read.
     """
     sizes = source(config.name).sizes
-    if not isinstance(sizes, str):
+    if sizes is None or isinstance(sizes, ImageSizes):
         return sizes
-    module, _, name = sizes.partition(":")
-    return getattr(importlib.import_module(module), name)(config)
+    return function_of(sizes)(config)
 
 
 Fit = Literal["centre", "squash", "edge"]
@@ -316,7 +399,7 @@ DEFAULT_LIMITS = LimitsConfig()
 class DataConfig:
     """Where batches come from. Batch k is a function of (seed, k, batch_size) alone."""
 
-    name: Annotated[str, Affects("data", "python_corpus")]
+    name: Annotated[str, Listed("data", "python_corpus")]
     """python_corpus, digits, shapes (endless), text:PATH (a file or folder), records:PATH (JSON lines, Parquet or token ids),
     chat:PATH (JSON lines or Parquet with messages), hf:NAME[:SUBSET] (a data set of the Hugging Face hub, or a folder of one),
     images:PATH (a folder per class), idx:PATH (a folder of IDX files), fashion (Debian's Fashion-MNIST), cifar5m, mix (of data.mix),
@@ -324,47 +407,47 @@ class DataConfig:
     mix: Annotated[
         tuple[str, ...],
         conf.arg(metavar="NAME=SOURCE:WEIGHT ..."),
-        Affects("data", test="train/data/text/test_mixture.py"),
+        Listed("data", test="train/data/text/test_mixture.py"),
     ] = ()
     """Several texts by name, each any text that data.name takes, in shares of their weights: code=text:src:0.3 prose=records:books:0.7."""
     evaluate: Annotated[
         tuple[str, ...],
         conf.arg(metavar="NAME=SOURCE ..."),
-        Affects("course", test="train/run/evaluation/test_evaluation_sets.py"),
+        Listed("course", test="train/run/evaluation/test_evaluation_sets.py"),
     ] = ()
     """Further sets to evaluate on, by name, each any source that data.name takes: code=text:src prose=records:books."""
-    batch_size: Annotated[int, Affects("data", 4)]
+    batch_size: Annotated[int, Listed("data", 4)]
     """Sequences or images per optimizer step, over all devices."""
     seed: Annotated[int | None, Affects("data", 5)] = None
     """Seeds data order and augmentation; the run's seed unless given, which then seeds the initialization alone."""
-    eval_batch_size: Annotated[int | None, Affects("batches", 8)] = None
+    eval_batch_size: Annotated[int | None, Listed("batches", 8)] = None
     """batch_size unless given."""
-    eval_examples: Annotated[int | None, Affects("batches", 20)] = None
+    eval_examples: Annotated[int | None, Listed("batches", 20)] = None
     """Use the first so many evaluation examples; all unless given."""
     data_dir: Annotated[str | None, Affects("batches", test="train/data/sources/test_published.py")] = None
     """Where prepared datasets lie; the user cache folder unless given."""
-    tokenizer: Annotated[str, Affects("data", "bpe:300", given={"model.vocab_size": 300})] = "bytes"
+    tokenizer: Annotated[str, Listed("data", "bpe:300", given={"model.vocab_size": 300})] = "bytes"
     """bytes, bpe:SIZE (trained on the training text, a mixture's by weight), the path of a tokenizer.json, or ids:SIZE of ids
     made elsewhere."""
-    separator: Annotated[str | None, Affects("data", test="train/data/sources/test_records.py")] = None
+    separator: Annotated[str | None, Listed("data", test="train/data/sources/test_records.py")] = None
     """The token that ends every document, such as `<|endoftext|>`; found in the tokenizer by its usual names unless given."""
     special_tokens: Annotated[
         Literal["parse", "text"], Affects("batches", test="train/data/text/test_special_tokens.py")
     ] = "parse"
     """Whether special tokens such as `<|endoftext|>` that are quoted in a text are tokens, as if written on purpose, or plain text."""
-    field: Annotated[str, Affects("data", test="train/data/sources/test_records.py")] = "text"
+    field: Annotated[str, Listed("data", test="train/data/sources/test_records.py")] = "text"
     """Of records: the field or column that has the text; of a chat `messages` unless given."""
     stream: Annotated[bool, Affects("batches", test="train/data/streams/test_streams.py")] = False
     """text:PATH and records:PATH: train on what is tokenized while the rest of it is; hf:NAME always does."""
-    chat_template: Annotated[str | None, Affects("batches", test="train/data/chats/test_chats.py")] = None
+    chat_template: Annotated[str | None, Listed("batches", test="train/data/chats/test_chats.py")] = None
     """Conversations only: a template of jinja2 that makes text of messages; the one beside the tokenizer unless given."""
     loss_on: Annotated[Literal["answers", "all"], Affects("batches", test="train/data/chats/test_chats.py")] = "answers"
     """Conversations only: whether what assistants say is trained on, or every token."""
-    document_mask: Annotated[bool, Affects("batches", True)] = False
+    document_mask: Annotated[bool, Listed("batches", True)] = False
     """Documents of one window do not see one another, and the first token of each is no target; the separator ends its own."""
     reset_positions: Annotated[bool, Affects("batches", True, given={"data.document_mask": True})] = False
     """Learned positions begin at 0 in every document of a window."""
-    augment: Annotated[bool, Affects("batches", False)] = True
+    augment: Annotated[bool, Listed("batches", False)] = True
     """Light augmentation of training images."""
     transforms: TransformsConfig = TransformsConfig()
     on_broken: Annotated[Literal["stop", "skip"], Affects("data", test="train/data/sources/test_folders.py")] = "stop"

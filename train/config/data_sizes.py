@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mupax import disk, terminal
 from mupax.buckets import path_of
+from mupax.config_fields import names_with
 from mupax.train.config.data import SIZES_OF_IMAGES, ImageSizes, image_sizes, source, source_key
 from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
@@ -21,7 +22,7 @@ _LARGEST = 224
 _PATCHES = 16
 """Patches along a side, at most, where the size of a patch is free: 256 of them, as in a ViT of 256 pixels and patches of 16."""
 _RECORD = "config.json"
-_OF_ONE_START = ("workdir", "resume", "resume_change", "resume_from", "resume_exact", "distributed")
+_OF_ONE_START = names_with(Config, "session") | {"distributed"}
 """Fields of a recorded config that the start of a run sets anew."""
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from tyro import conf
 
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
 from mupax.presets.roles import AXES as PARAMETER_AXES
 from mupax.train.config.checks import at_least
 from mupax.zoo.configs import ConfigError
@@ -97,15 +97,15 @@ def _check_name(name: str, names: Collection[str], kind: str, what: str) -> None
 class MeshConfig:
     """Devices per named mesh axis. -1 at most once: whatever is left."""
 
-    data: Annotated[int, Affects("layout", 2, given={"mesh.data": 1, "mesh.fsdp": -1})] = -1
+    data: Annotated[int, Listed("layout", 2, given={"mesh.data": 1, "mesh.fsdp": -1})] = -1
     """Batch split, parameters replicated."""
-    fsdp: Annotated[int, Affects("layout", 2)] = 1
+    fsdp: Annotated[int, Listed("layout", 2)] = 1
     """Batch split, parameters and optimizer state split too."""
     experts: Annotated[int, Affects("layout", test="train/parallel/test_mesh_experts.py")] = 1
     """Experts split, and batch and other parameters as by fsdp; tokens are sent to their experts and back (expert parallel)."""
-    sequence: Annotated[int, Affects("layout", 2)] = 1
+    sequence: Annotated[int, Listed("layout", 2)] = 1
     """Positions split (context parallel)."""
-    tensor: Annotated[int, Affects("layout", 2)] = 1
+    tensor: Annotated[int, Listed("layout", 2)] = 1
     """Heads, MLP and vocabulary split."""
     sweep: Annotated[int, Affects("layout", test="train/run/test_loop_errors.py")] = 1
     """Points of a sweep side by side (`mupax sweep`); 1 in a run of its own."""

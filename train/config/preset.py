@@ -10,7 +10,7 @@ from tyro import conf
 
 from mupax import presets
 from mupax.command_line import UsageError
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
 from mupax.presets.papers import ALIASES, CONSTANT_FLAGS, read_constants
 from mupax.presets.roles import RUN_AXES
 from mupax.zoo.configs import CONFIGS, ConfigError, ModelConfig
@@ -33,9 +33,9 @@ class Parameterized(Protocol):
 class PresetConfig:
     """Which parameterization, and its constants. A constant left out takes the preset's default."""
 
-    name: Annotated[str, conf.arg(aliases=("--preset",)), Affects("model", "sp")] = "mup"
+    name: Annotated[str, conf.arg(aliases=("--preset",)), Listed("model", "sp")] = "mup"
     """Preset name (`mupax presets` lists them), or measured:PATH, a file of `mupax presets balance`."""
-    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,..."), Affects("model", None)] = None
+    base: Annotated[str | None, conf.arg(metavar="MODEL|AXIS=N,..."), Listed("model", None)] = None
     """What factors are relative to: a model (with the run's experts, where it has none), or sizes such as embed=64,head_dim=16,layers=2;
     None is the absolute form (base 1)."""
     form: Annotated[
@@ -44,13 +44,13 @@ class PresetConfig:
     """Where multipliers sit. Changes numbers, never training, but for clip_norm, which sees gradients as the form has them."""
     alpha_a: Annotated[float | None, Affects("model", 0.75)] = None
     """Attention logits scale as head_dim^-alpha_a, in [1/2, 1]."""
-    alpha_l: Annotated[float | None, Affects("model", 0.75, given={"model.depth": 5})] = None
+    alpha_l: Annotated[float | None, Listed("model", 0.75, given={"model.depth": 5})] = None
     """Residual branches scale as depth^-alpha_l, in [1/2, 1] (depth-mup)."""
     gamma0: Annotated[float | None, Affects("model", 0.5)] = None
     """Amount of feature learning: the readout is divided by it."""
     beta0: Annotated[float | None, Affects("model", 0.5)] = None
     """Constant on every residual branch."""
-    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ..."), Affects("model", ("beta0=0.25",))] = ()
+    constants: Annotated[tuple[str, ...], conf.arg(metavar="NAME=VALUE ..."), Listed("model", ("beta0=0.25",))] = ()
     """Any other constants, such as s=0.5 (ntk), eps_scope=everywhere (completep), c_a=0.5 (mup); and factors on what one
     parameter group has at the base, written --preset.rates.GROUP X, --preset.stds., --preset.multipliers. or --preset.decays."""
     zero_readout: Annotated[bool, Affects("model", True)] = False
@@ -58,7 +58,7 @@ class PresetConfig:
     joint: Annotated[
         Literal["none", "sde", "complete-d"],
         conf.arg(aliases=("--joint",)),
-        Affects("model", "sde", given={"preset.base": "lm-proxy,batch=4,tokens=768"}),
+        Listed("model", "sde", given={"preset.base": "lm-proxy,batch=4,tokens=768"}),
     ] = "none"
     """Scale rate, betas, eps, decay, warm-up from the recipe's batch and tokens, or base MODEL,batch=N,tokens=N: `presets joint`."""
     noise_scale: Annotated[

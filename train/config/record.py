@@ -31,11 +31,11 @@ from mupax.plugins import (
     importable_name,
     loaded_module,
     remember,
-    split,
     trusted,
 )
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import PRESETS
+from mupax.table import module_of
 from mupax.train.config.data import SIZES_OF_IMAGES, SOURCES, PixelsConfig, source, source_key
 from mupax.train.config.metrics import METRICS, metric_name
 from mupax.train.config.preset import PresetConfig
@@ -85,28 +85,21 @@ def _entry_points() -> tuple[str, ...]:
     return tuple(entry.module for entry in metadata.entry_points(group=GROUP))
 
 
-def without_plugins(argv: Sequence[str]) -> list[str]:
-    """Import the plugins of a command line and return its other words."""
-    modules, words = split(argv)
-    load(modules)
-    return words
-
-
 def extensions(config: Config) -> list[Extension]:
     """Return the extensions that a config uses, each once."""
-    names = {("optimizer", config.optimizer.name): OPTIMIZERS[config.optimizer.name].direction}
+    names = {("optimizer", config.optimizer.name): module_of(OPTIMIZERS[config.optimizer.name].direction)}
     preset = config.preset.name
     if preset in PRESETS:
-        names["preset", preset] = getattr(PRESETS[preset], "__module__", "__main__")
+        names["preset", preset] = module_of(PRESETS[preset])
     for place in _sources(config):
-        names["data", source_key(place) or place] = source(place).loader
+        names["data", source_key(place) or place] = module_of(source(place).loader)
     family = config.model.family
-    names["model", family] = FAMILIES.get(family, family)
+    names["model", family] = module_of(FAMILIES.get(family, family))
     for name, metric in METRICS.items():  # every run measures every metric
         names["metric", name] = metric.module
     result = []
     for (table, name), place in names.items():
-        module = importable_name(place.partition(":")[0])
+        module = importable_name(place)
         plugin = _registered_by.get((table, name))
         if plugin is not None:
             result.append(Extension(table, name, plugin))
@@ -229,15 +222,15 @@ def _provides(module: str) -> bool:
     """Return whether lines of the tables are known to come from a module, or a model family lies in it."""
     if module in _registered_by.values():
         return True
-    places = [entry.direction for entry in OPTIMIZERS.values()]
-    places += [entry.loader for entry in SOURCES.values()]
-    places += FAMILIES.values()
-    places += [metric.module for metric in METRICS.values()]
+    entries: list[object] = [row.direction for row in OPTIMIZERS.values()]
+    entries += [row.loader for row in SOURCES.values()]
+    entries += FAMILIES.values()
+    modules = {*map(module_of, entries), *(metric.module for metric in METRICS.values())}
     from mupax.zoo.families import ModelConfig
 
     values = vars(loaded_module(module)).values()
     has_model = any(isinstance(value, type) and issubclass(value, ModelConfig) for value in values)
-    return has_model or any(place.partition(":")[0] == module for place in places)
+    return has_model or module in modules
 
 
 def _lines() -> set[tuple[str, str]]:

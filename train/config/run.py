@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 
 from tyro import conf
 
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
 from mupax.presets.roles import ENCODER
 from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.data import DataConfig, TransformsConfig, source
@@ -57,32 +57,32 @@ class Config:
     stop: StopConfig = StopConfig()
     faults: FaultsConfig = FaultsConfig()
     log: LogConfig = LogConfig()
-    steps: Annotated[int, Affects("step", 9)]
+    steps: Annotated[int, Listed("step", 9)]
     """Optimizer steps."""
-    seed: Annotated[int, Affects("start", 1)] = 0
+    seed: Annotated[int, Listed("start", 1)] = 0
     """Seeds initialization, and data order and augmentation where data.seed does not."""
     freeze: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ..."), Affects("model", ("bias",))] = ()
     """Parameters that stay as they are, by role (bias, token_embedding) or name (block.query, 'block.mlp.*')."""
-    train_only: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ..."), Affects("model", ("bias",))] = ()
+    train_only: Annotated[tuple[str, ...], conf.arg(metavar="PATTERN ..."), Listed("model", ("bias",))] = ()
     """Parameters that are trained, all others being frozen."""
-    accumulation_steps: Annotated[int, Affects("rounding", 2, given={"data.batch_size": 16})] = 1
+    accumulation_steps: Annotated[int, Listed("rounding", 2, given={"data.batch_size": 16})] = 1
     """Microbatches per optimizer step; the batch is split, the loss stays the mean over its tokens."""
     z_loss: Annotated[float, Affects("step", 0.1)] = 0.0
     """Weight of the mean squared log-partition, logsumexp(logits)^2, which training adds to the loss; 1e-4 in PaLM."""
-    workdir: Annotated[str | None, Affects("session", "there")] = None
+    workdir: Annotated[str | None, Listed("session", "there")] = None
     """Folder of checkpoints, metrics and pictures; runs/RECIPE unless given."""
-    resume: Annotated[bool, Affects("session", test="train/checkpoints/test_checkpointer.py")] = False
+    resume: Annotated[bool, Listed("session", test="train/checkpoints/test_checkpointer.py")] = False
     """Continue from the newest checkpoint in workdir; start the run where there is none."""
     resume_change: Annotated[
         tuple[ResumeChange, ...],
         conf.arg(metavar="schedule|data ..."),
-        Affects("session", test="train/run/saves/test_resume.py"),
+        Listed("session", test="train/run/saves/test_resume.py"),
     ] = ()
     """What may change on resume though training then jumps: schedule (the learning rate), data (other files than before)."""
     resume_from: Annotated[
         int | Literal["best"] | None,
         conf.arg(metavar="STEP|best"),
-        Affects("session", test="train/run/saves/test_best_checkpoint.py"),
+        Listed("session", test="train/run/saves/test_best_checkpoint.py"),
     ] = None
     """With resume, the checkpoint to go on from; what came after it is set aside in workdir/branches. The newest unless given."""
     resume_exact: Annotated[bool, Affects("session", test="train/run/saves/test_resume.py")] = False

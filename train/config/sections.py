@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from tyro import conf
 
-from mupax.config_fields import Affects
+from mupax.config_fields import Affects, Listed
 from mupax.presets.optimizers import OPTIMIZERS, refused
 from mupax.train.config.checks import at_least, check_place
 from mupax.train.config.metrics import metric_of, row_name, shown_everywhere
@@ -33,11 +33,11 @@ Measured = Mapping[int, Metrics]
 class OptimizerConfig:
     """The optimizer and its schedule. Every rate, decay and eps is multiplied by the preset's scale per parameter."""
 
-    name: Annotated[str, conf.arg(metavar="|".join(OPTIMIZERS)), Affects("model", "sgd")] = "adamw"
+    name: Annotated[str, conf.arg(metavar="|".join(OPTIMIZERS)), Listed("model", "sgd")] = "adamw"
     """adam is adamw without decay; momentum and sgd are one, plain where momentum is 0; muon leaves vectors and ends to Adam."""
-    peak_lr: Annotated[float, Affects("step", 0.02)] = 1e-3
+    peak_lr: Annotated[float, Listed("step", 0.02)] = 1e-3
     """Learning rate at the end of warm-up, at base size."""
-    weight_decay: Annotated[float, Affects("step", 0.2)] = 0.0
+    weight_decay: Annotated[float, Listed("step", 0.2)] = 0.0
     """Pull of weights towards zero; the presets never decay gains and biases. adam has none."""
     decay: Annotated[Literal["coupled", "independent"], Affects("step", "independent")] = "coupled"
     """coupled: w -= lr*wd*w. independent: w -= wd*(lr/peak_lr)*w."""
@@ -53,11 +53,11 @@ class OptimizerConfig:
     """How the mean or sum of gradients is stored, computed in float32 all the same; None: as parameters are."""
     layer_decay: Annotated[float, Affects("step", 0.5)] = 1.0
     """Learning rates fall by this factor a block from the readout's down to what reads the input (for fine-tuning); 1: none does."""
-    clip_norm: Annotated[float | None, Affects("step", 1.0)] = None
+    clip_norm: Annotated[float | None, Listed("step", 1.0)] = None
     """Clip gradients to this global norm over all parameters; None does not clip."""
-    schedule: Annotated[Literal["constant", "cosine", "linear", "wsd"], Affects("step", "linear")] = "cosine"
+    schedule: Annotated[Literal["constant", "cosine", "linear", "wsd"], Listed("step", "linear")] = "cosine"
     """Shape of the learning rate after warm-up; wsd is constant and then linear to the end."""
-    warmup_steps: Annotated[int, Affects("step", 2)] = 0
+    warmup_steps: Annotated[int, Listed("step", 2)] = 0
     """Steps of linear warm-up; a run of fewer steps warms up over all of them."""
     warmup_from_zero: Annotated[bool, Affects("step", True)] = False
     """Warm-up has a rate of 0 at its first step and the peak at the one after its last (optax, big_vision); or a step's more at each."""
@@ -96,7 +96,7 @@ class OptimizerConfig:
 class EmaConfig:
     """A moving average of the parameters, which evaluations and samples then use."""
 
-    decay: Annotated[float | None, Affects("model", 0.9)] = None
+    decay: Annotated[float | None, Listed("model", 0.9)] = None
     """Of the average a step, such as 0.999; it warms up (`train/core/state.py`). None keeps no average."""
 
     def __post_init__(self) -> None:
@@ -111,7 +111,7 @@ _INIT = "train/reuse/start/test_init_from_run.py"
 class InitConfig:
     """The checkpoint a run starts from instead of fresh parameters. Everything that does not fit must be named here."""
 
-    init_from: Annotated[str | None, conf.arg(metavar="PATH"), Affects("origin", test=_INIT)] = None
+    init_from: Annotated[str | None, conf.arg(metavar="PATH"), Listed("origin", test=_INIT)] = None
     """A workdir, one of its steps (WORKDIR/checkpoints/STEP), or a folder of safetensors (Hugging Face, `mupax import`)."""
     init_optimizer: Annotated[bool, Affects("origin", test=_INIT)] = False
     """Take over the optimizer's moments too; the run still starts at step 0."""
@@ -183,7 +183,7 @@ class StopConfig:
     """When a run ends before its last step, because its evaluations have stopped improving."""
 
     patience: Annotated[
-        int | None, conf.arg(metavar="N"), Affects("course", test="train/run/report/test_early_stop.py")
+        int | None, conf.arg(metavar="N"), Listed("course", test="train/run/report/test_early_stop.py")
     ] = None
     """Evaluations one after another that are no better than the best before them, at which the run ends; None never ends it."""
     min_delta: Annotated[float, Affects("course", test="train/run/report/test_early_stop.py")] = 0.0
@@ -238,9 +238,9 @@ class FaultsConfig:
 class LogConfig:
     """What a run reports, and where."""
 
-    eval_every_steps: Annotated[int | None, Affects("reports", 2)] = None
+    eval_every_steps: Annotated[int | None, Listed("reports", 2)] = None
     """Evaluate every so many steps and at the end; only at the end when None."""
-    tensorboard: Annotated[bool, Affects("reports", False)] = True
+    tensorboard: Annotated[bool, Listed("reports", False)] = True
     """Write TensorBoard events beside metrics.jsonl."""
     wandb: Annotated[str | None, Affects("reports", test="train/run/report/mirrors/test_trackers.py")] = None
     """Weights & Biases project to log to (extra `wandb`)."""
@@ -252,9 +252,9 @@ class LogConfig:
     """At every evaluation, the first N evaluation images with label and prediction, in TensorBoard."""
     histograms: Annotated[bool, Affects("reports", test="train/run/report/mirrors/test_media.py")] = False
     """At every evaluation, histograms in TensorBoard of each parameter and its change since the evaluation before; a copy of all is kept."""
-    progress: Annotated[bool, Affects("reports", False)] = True
+    progress: Annotated[bool, Listed("reports", False)] = True
     """The live progress bar; plain lines when the terminal cannot draw one."""
-    samples: Annotated[bool, Affects("reports", False, given={"log.samples": True})] = True
+    samples: Annotated[bool, Listed("reports", False, given={"log.samples": True})] = True
     """Generated text (language models) or a picture of predictions (ViT) at the end."""
     profile: Annotated[
         str | None, conf.arg(aliases=("--profile",), metavar="START:STOP"), Affects("reports", "3:5")
@@ -387,12 +387,14 @@ class EveryN(Policy):
 class CheckpointConfig:
     """How often to save checkpoints and which of them to keep. The last step is always saved."""
 
-    every_steps: Annotated[int, Affects("course", 3)] = 500
+    every_steps: Annotated[int, Listed("course", 3)] = 500
     """Optimizer steps between checkpoints."""
-    keep: Annotated[int, Affects("course", 1)] = 2
+    keep: Annotated[int, Listed("course", 1)] = 2
     """Keep the N newest checkpoints."""
     keep_best: Annotated[
-        int | None, conf.arg(metavar="N"), Affects("course", test="train/run/saves/test_best_checkpoint.py")
+        int | None,
+        conf.arg(metavar="N"),
+        Listed("course", test="train/run/saves/test_best_checkpoint.py"),
     ] = None
     """Also keep the N best checkpoints, ranked by best_metric. Saves at every evaluation. Off by default."""
     keep_every: Annotated[int | None, conf.arg(metavar="N"), Affects("course", 1)] = None

@@ -17,7 +17,6 @@ hyperparameters as extra arguments of `update` (`factors`, `hyper`), and a state
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +29,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 from mupax.presets import EMBEDDINGS, VECTORS, ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import ADAPTERS
+from mupax.table import function_of
 from mupax.train.config.run import OptimizerConfig
 from mupax.zoo.configs import ConfigError
 
@@ -335,8 +335,7 @@ def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.Grad
         specs: name to declaration of every parameter that it moves.
     """
     row = OPTIMIZERS[config.name]
-    module, _, function = row.direction.partition(":")
-    direction = getattr(importlib.import_module(module), function)(config, specs)
+    direction = function_of(row.direction)(config, specs)
     if config.moment_dtype is not None and row.first_moment is not None:
         direction = stored(direction, row.first_moment, config.moment_dtype)
     coupled = config.decay == "coupled"

@@ -6,10 +6,10 @@ by records/, and gives them out as batches by text/ or images.py, behind `interf
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mupax.table import function_of
 from mupax.train.config.data import source
 from mupax.train.data.interface import Data, DataError, ReadError, Reference, reading
 
@@ -45,5 +45,4 @@ def load(config: DataConfig, model: ModelConfig, *, seed: int, note: Callable[[s
         from mupax.train.data.sources import streams
 
         return streams.own_files(config, model, seed, note)
-    module, _, function = source(config.name).loader.partition(":")
-    return getattr(importlib.import_module(module), function)(config, model, seed, note)
+    return function_of(source(config.name).loader)(config, model, seed, note)

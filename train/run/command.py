@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     elif words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         name, start_config = _run_to_go_on_with(words)
     else:
-        name, words = command_line.first_word("mupax train", {"recipe": RECIPES}, words)
+        name, words = command_line.first_word("mupax train", "recipe", RECIPES, words)
     if start_config is None:
         start_config, words = _recipe_or_record(name, words)
     return start(cli.parse(name, start_config, words), ["train", *argv])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
 from mupax.config_fields import Affects
@@ -167,4 +166,6 @@ class DecoderConfig(TokenModel, TransformerConfig):
         return {**super().factors(), **({"tied_readout": factor} if self.tied else {})}
 
     def module(self, rngs: Any) -> Any:
-        return import_module("mupax.zoo.decoder.model").Decoder(self, rngs)
+        from mupax.zoo.decoder.model import Decoder
+
+        return Decoder(self, rngs)

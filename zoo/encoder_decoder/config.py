@@ -8,7 +8,6 @@ section II.2), T5 (1910.10683), T5 v1.1 (flan-t5).
 from __future__ import annotations
 
 import dataclasses
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
 from mupax.config_fields import Affects
@@ -142,7 +141,9 @@ class EncoderDecoderConfig(TokenModel, TransformerConfig):
         return 2 * self.num_heads * each * (encoder + self.depth * (self.targets / 2 + self.seq_len))
 
     def module(self, rngs: Any) -> Any:
-        return import_module("mupax.zoo.encoder_decoder.model").EncoderDecoder(self, rngs)
+        from mupax.zoo.encoder_decoder.model import EncoderDecoder
+
+        return EncoderDecoder(self, rngs)
 
 
 def _bart(width: int, depth: int, num_heads: int) -> EncoderDecoderConfig:

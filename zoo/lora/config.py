@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Annotated, Any, Literal, get_args
 
 from mupax.config_fields import Affects
@@ -75,6 +74,7 @@ class LoraConfig:
         """
         if self.rank is None:
             return (None,) * len(names)
-        adapter = import_module("mupax.zoo.lora.layer").Lora
+        from mupax.zoo.lora.layer import Lora
+
         scopes = [init.scope(f"{name}_lora") for name in names]
-        return tuple(adapter(self.scale, scope) if scope.has("a") else None for scope in scopes)
+        return tuple(Lora(self.scale, scope) if scope.has("a") else None for scope in scopes)

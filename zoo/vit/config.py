@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from mupax.config_fields import Affects
@@ -200,7 +199,9 @@ class ViTConfig(ImageModel, TransformerConfig):
         return patches.replace(")", f" and {' and '.join(tokens)})"), instead if self.num_patches % ways else plain
 
     def module(self, rngs: Any) -> Any:
-        return import_module("mupax.zoo.vit.model").ViT(self, rngs)
+        from mupax.zoo.vit.model import ViT
+
+        return ViT(self, rngs)
 
 
 def _as_flax(spec: ParamSpec) -> ParamSpec:

@@ -34,7 +34,7 @@ def direction(config, specs):
     return optax.chain(optax.trace(config.momentum), optax.scale_by_sign())
 
 OPTIMIZERS["own-sign"] = Optimizer(
-    family="lion", direction="own_sign:direction", reads=frozenset({"momentum"}), moments={"trace": 1}, check_lr=1e-3
+    family="lion", direction=direction, reads=frozenset({"momentum"}), moments={"trace": 1}, check_lr=1e-3
 )
 """
 PRESET = """

@@ -6,31 +6,47 @@ file here and a line in `RECIPES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mupax.table import LazyRegistry
 from mupax.train.config.run import Config
 
-RECIPES: LazyRegistry[Callable[[], Config]] = LazyRegistry(
-    __name__,
+
+def _import_laptop():
+    from mupax.train.config.recipes import laptop
+
+    return laptop
+
+
+def _import_papers():
+    from mupax.train.config.recipes import papers
+
+    return papers
+
+
+def _import_pods():
+    from mupax.train.config.recipes import pods
+
+    return pods
+
+
+RECIPES: LazyRegistry[[], Config] = LazyRegistry(
     {
-        "lm-laptop": "laptop:lm_laptop",
-        "lm-tiny": "laptop:lm_tiny",
-        "vit-digits": "laptop:vit_digits",
-        "vit-endless": "laptop:vit_endless",
-        "vit-fashion": "laptop:vit_fashion",
-        "ed-tiny": "laptop:ed_tiny",
-        "bordelon-vit": "papers:bordelon_vit",
-        "bordelon-lm": "papers:bordelon_lm",
-        "vit-s16-imagenet": "pods:vit_s16_imagenet",
-        "vit-b16-imagenet": "pods:vit_b16_imagenet",
-        "gpt2-c4": "pods:gpt2_c4",
-        "vit-h14": "pods:vit_h14",
-        "lm-1b": "pods:lm_1b",
-        "lm-8b": "pods:lm_8b",
-        "lm-30b-a3b": "pods:lm_30b_a3b",
-        "bart-large-c4": "pods:bart_large_c4",
-        "r2c2-c4": "pods:r2c2_c4",
-    },
+        "lm-laptop": lambda: _import_laptop().lm_laptop,
+        "lm-tiny": lambda: _import_laptop().lm_tiny,
+        "vit-digits": lambda: _import_laptop().vit_digits,
+        "vit-endless": lambda: _import_laptop().vit_endless,
+        "vit-fashion": lambda: _import_laptop().vit_fashion,
+        "ed-tiny": lambda: _import_laptop().ed_tiny,
+        "bordelon-vit": lambda: _import_papers().bordelon_vit,
+        "bordelon-lm": lambda: _import_papers().bordelon_lm,
+        "vit-s16-imagenet": lambda: _import_pods().vit_s16_imagenet,
+        "vit-b16-imagenet": lambda: _import_pods().vit_b16_imagenet,
+        "gpt2-c4": lambda: _import_pods().gpt2_c4,
+        "vit-h14": lambda: _import_pods().vit_h14,
+        "lm-1b": lambda: _import_pods().lm_1b,
+        "lm-8b": lambda: _import_pods().lm_8b,
+        "lm-30b-a3b": lambda: _import_pods().lm_30b_a3b,
+        "bart-large-c4": lambda: _import_pods().bart_large_c4,
+        "r2c2-c4": lambda: _import_pods().r2c2_c4,
+    }
 )
 """Name to recipe. The name is the first word after `mupax train`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from mupax.buckets import path_of
+from mupax.config_fields import names_with
 from mupax.disk import DEEPEST, nested_deeper
 from mupax.train.config import data_sizes
 from mupax.train.config.recipes import RECIPES
@@ -18,7 +19,7 @@ from mupax.train.config.run import Config
 from mupax.zoo import configs
 from mupax.zoo.configs import ConfigError
 
-_OF_ONE_RUN = ("workdir", "resume", "resume_change", "resume_from", "resume_exact")
+_OF_ONE_RUN = names_with(Config, "session")
 """Fields that a run's record has and its repetition does not take."""
 
 _POWER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import sys
@@ -15,6 +14,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import Switch, UsageError
 from mupax.presets.roles import ParamSpec
+from mupax.table import function_of
 from mupax.train.config import cli
 from mupax.zoo import configs
 
@@ -61,7 +61,6 @@ def _zoo(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]
 
 
 def _own(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]:
-    module, _, function = args.name.partition(":")
     if args.sizes is None:
         raise UsageError(
             f"{args.name} needs --sizes, such as --sizes embed=32,heads=4,head_dim=8,mlp=128,vocab=64,position=16"
@@ -76,7 +75,7 @@ def _own(args: Command) -> tuple[Mapping[str, ParamSpec], Roles, dict[str, str]]
         sizes[axis] = int(size)
     sys.path.insert(0, os.getcwd())
     try:
-        build: Any = getattr(importlib.import_module(module), function)
+        build: Any = function_of(args.name)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"{args.name} cannot be imported here: {error}") from None
     finally:
