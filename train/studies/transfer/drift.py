@@ -23,9 +23,10 @@ import numpy as np
 from scipy.special import stdtrit
 
 from mupax.presets.tuned.judgement import BOUND, TOLERANCE, Verdict, judge
+from mupax.train.studies.report import finite
 from mupax.train.studies.transfer.fit import OCTAVE, Curve, Fit, fit, projection
 
-__all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter", "analyse", "finite"]
+__all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter", "analyse"]
 
 CONFIDENCE = 0.975
 """Upper quantile of a two-sided interval of 95 %."""
@@ -36,16 +37,6 @@ MOST_SEEDS = 200
 """Seeds beyond which none are proposed."""
 
 
-def finite(value: float, digits: int = 6) -> float | None:
-    """Return the value rounded, or None where it is not finite.
-
-    Args:
-        value: any number.
-        digits: after the point.
-    """
-    return round(float(value), digits) if math.isfinite(value) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Interval:
     """An estimate and its 95 % interval; infinite where nothing bounds it."""
@@ -53,6 +44,13 @@ class Interval:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def of_mean(cls, values: np.ndarray) -> Interval:
+        """Return the mean of independent values [n] with its interval."""
+        seeds = len(values)
+        half = stdtrit(seeds - 1, CONFIDENCE) * values.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else math.inf
+        return _interval(float(values.mean()), float(half))
 
     @property
     def half_width(self) -> float:
@@ -294,10 +292,8 @@ def _worse(
             compared += 1
             with np.errstate(invalid="ignore"):  # two seeds that diverged
                 change = large[mask] - small[mask]
-                mean, seeds = float(change.mean()), len(change)
             if not np.isfinite(change).all():
                 worse.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
-            elif mean > 0:
-                half = stdtrit(seeds - 1, 0.975) * change.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else math.inf
-                worse.append((size, float(x), Interval(mean, mean - float(half), mean + float(half))))
+            elif change.mean() > 0:
+                worse.append((size, float(x), Interval.of_mean(change)))
     return tuple(worse), compared

@@ -22,6 +22,7 @@ from mupax.train.config import joint
 from mupax.train.config import sizes as sizes_of_models
 from mupax.train.config.preset import PresetConfig, base_text, preset_of
 from mupax.train.config.run import Config
+from mupax.train.studies.sweep import grids
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.drift import Analysis, analyse
 from mupax.train.studies.transfer.fit import NOISE, SIDES, STEP, Curve, fit
@@ -57,12 +58,7 @@ class Study:
         """The run of a point."""
         at, rate, seed = point
         config = (self.trained or self.configs)[at]
-        return dataclasses.replace(
-            config,
-            seed=config.seed + seed,
-            data=dataclasses.replace(config.data, seed=config.data_seed),
-            optimizer=dataclasses.replace(config.optimizer, peak_lr=2.0 ** (rate * STEP)),
-        )
+        return grids.point(config, 2.0 ** (rate * STEP), config.seed + seed)
 
 
 def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str) -> Study:
