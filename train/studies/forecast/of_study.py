@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -97,5 +98,5 @@ def write(folder: Path, by_preset: Mapping[str, Points], predict_: Sequence[str]
             path = record.write(folder, content)
             terminal.say("\n".join(record.lines(content)))
             terminal.say(f"  written before the run in {path}; {content['command'] or 'its recipe'} trains it, and")
-            terminal.say(f"  `mupax plan score {record.shown(path)} WORKDIR` holds it against what came")
+            terminal.say(f"  `mupax plan score {shlex.quote(str(path))} WORKDIR` holds it against what came")
     return every

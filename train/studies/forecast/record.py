@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +127,3 @@ def lines(content: dict[str, Any]) -> list[str]:
         f"{loss['high90']:.4f} ({METRICS[content['metric']]})"
     )
     return [*text, *(f"  caution: {warning}" for warning in content["warnings"])]
-
-
-def shown(path: Path) -> str:
-    """The path, as a shell takes it."""
-    return shlex.quote(str(path))

@@ -33,7 +33,6 @@ from mupax.zoo import flops
 from mupax.zoo.configs import CONFIGS, ConfigError
 
 if TYPE_CHECKING:
-    from mupax.train.config.run import Config
     from mupax.train.studies.plan.numbers import PlanRow
 
 PROG = "mupax plan"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mupax import command_line, terminal
 from mupax.train.config import cli
-from mupax.train.studies.transfer.flags import Transfer
-from mupax.train.studies.transfer.planned import label_of, parsed, planned, shared
+from mupax.train.studies.transfer.planned import Transfer, label_of, parsed, planned, shared
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:

@@ -76,13 +76,8 @@ def cost_words(price: Interval, verb: str) -> str:
         return f"{verb} an unknown loss"
     if not math.isfinite(price.value):
         return "diverges" if verb.endswith("s") else "diverge"
-    return f"{verb} {price_words(price)}"
-
-
-def price_words(price: Interval) -> str:
-    """Return a price in nats with its interval, such as `0.001 nats [0.000, 0.023]`."""
     bounds = f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else " (no interval)"
-    return f"{price.value:.3f} nats{bounds}"
+    return f"{verb} {price.value:.3f} nats{bounds}"
 
 
 def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:

@@ -185,13 +185,13 @@ class Frugal(Measured):
         for seeds in (1, self.first):
             middle = self._nearest(at, centre)
             rates = {rate for rate in range(middle - SIDES, middle + SIDES + 1) if rate in self._grid(at)}
-            if rates <= set(self._rates_with(at, seeds)):
+            if rates <= set(self.rates_with(at, seeds)):
                 curve = self._curve(at, seeds)
                 rates |= {rate for x in curve.missing() if (rate := round(x / STEP)) in self._grid(at)}
                 centre = float(curve.x[curve.best])
             points: list[Point] = [(at, rate, seed) for rate in sorted(rates) for seed in range(seeds)]
             missing = [point for point in points if point not in self.rows]
-            if missing and len(self._rates_with(at, seeds)) < MOST_RATES:
+            if missing and len(self.rates_with(at, seeds)) < MOST_RATES:
                 return missing, None
         curve = self._curve(at, self.first)
         fitted = fit(curve, self.first)
@@ -232,13 +232,9 @@ class Frugal(Measured):
                 break
         return Optimum(vertex, deviation, curvature, noise, False)
 
-    def _rates_with(self, at: int, seeds: int) -> list[float]:
-        tried = {rate for i, rate, _ in self.rows if i == at}
-        return sorted(rate for rate in tried if all((at, rate, seed) in self.rows for seed in range(seeds)))
-
     def _curve(self, at: int, seeds: int) -> Curve:
         """Losses at the rates that have so many seeds."""
-        rates = self._rates_with(at, seeds)
+        rates = self.rates_with(at, seeds)
         losses = [[self.rows[at, rate, seed].loss for seed in range(seeds)] for rate in rates]
         return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), seeds)
 

@@ -128,11 +128,15 @@ class Measured:
 
     def _curve_of(self, at: int) -> Curve:
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
-        tried = {rate for index, rate, _ in self.rows if index == at}
-        rates = sorted(r for r in tried if all((at, r, s) in self.rows for s in range(self.first)))
+        rates = self.rates_with(at, self.first)
         points = [[(at, r, s) for s in range(seeds)] for r in rates]
         losses = [[self.rows[point].loss if point in self.rows else math.nan for point in row] for row in points]
         return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self._first(at))
+
+    def rates_with(self, at: int, seeds: int) -> list[float]:
+        """Return the rates of one size that are trained from each of the first seeds, increasing."""
+        tried = {rate for index, rate, _ in self.rows if index == at}
+        return sorted(rate for rate in tried if all((at, rate, seed) in self.rows for seed in range(seeds)))
 
     @property
     def curves(self) -> list[Curve]:
