@@ -43,7 +43,7 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "train/reuse/grow": ("train/reuse/start", "train/reuse", "zoo/huggingface"),
     "train/studies": (),
     "train/studies/roles": ("zoo/functional",),
-    "train/studies/check": ("train/studies/roles", "presets/analysis", "presets/tuned"),
+    "train/studies/check": ("train/studies", "train/studies/roles", "presets/analysis", "presets/tuned"),
     "train/studies/desiderata": ("train/studies/check", "presets/analysis"),
     "train/studies/infinite": ("presets/infinite",),
     "train/studies/sweep": (),

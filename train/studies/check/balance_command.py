@@ -13,8 +13,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import UsageError
 from mupax.train.config import cli
-from mupax.train.config.run import Config, PresetConfig
-from mupax.train.studies.check.command import run_of
+from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
 from mupax.train.studies.report import Section
 from mupax.zoo import configs
 
@@ -90,7 +89,14 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
     if not args.out.absolute().parent.is_dir():
         raise UsageError(f"--out {args.out}: there is no folder {args.out.parent}; make it, or write another path")
 
-    start = run_of(args.name, PresetConfig(name="sp"))
+    def bare() -> Config:
+        model = configs.get(args.name)
+        data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
+        preset = PresetConfig(name="sp")
+        optimizer = OptimizerConfig(name="adam")
+        return Config(recipe=args.name, model=model, data=data, preset=preset, optimizer=optimizer, steps=1)
+
+    start = cli.recipe(args.name) if cli.is_recipe(args.name) else bare
     chosen = ["--optimizer.name", args.optimizer] if args.optimizer else []
     config = cli.parse(f"balance {args.name}", start, [*rest, *chosen]).config
     if config.data.document_mask:

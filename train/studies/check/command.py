@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -296,7 +296,13 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
                 f"check does not read {flag}{where}; it takes --model.* and what its --help lists"
             )
 
-    start = run_of(args.model, PresetConfig())
+    def bare() -> Config:
+        model = configs.get(args.model)
+        data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
+        optimizer = OptimizerConfig(name="adam")
+        return Config(recipe=args.model, model=model, data=data, preset=PresetConfig(), optimizer=optimizer, steps=1)
+
+    start = cli.recipe(args.model) if cli.is_recipe(args.model) else bare
     config = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check)).config
     constants = tuple(f"{name}={value}" for name, value in args.values().items())
     start, of_run = config.preset, {name: getattr(config.preset, name) for name in ("base", "joint", "noise_scale")}
@@ -307,21 +313,6 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
     if args.grow in RUN_AXES and args.peak_lr is not None:
         optimizer = dataclasses.replace(optimizer, peak_lr=args.peak_lr)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer)
-
-
-def run_of(name: str, preset: PresetConfig) -> Callable[[], Config]:
-    """Return what makes the run of a recipe, or a run without data of a model.
-
-    Args:
-        name: of a recipe or a model.
-        preset: of the run of a model.
-    """
-    if cli.is_recipe(name):
-        return cli.recipe(name)
-    model = configs.get(name)
-    data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
-    optimizer = OptimizerConfig(name="adam")
-    return lambda: Config(recipe=name, model=model, data=data, preset=preset, optimizer=optimizer, steps=1)
 
 
 def relative(chosen: PresetConfig, smallest: configs.ModelConfig) -> Preset:
