@@ -197,7 +197,11 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
         with table:
             rows = engine.run(configs, table)
     varies_rate = len({config.optimizer.peak_lr for config in configs}) > 1
-    studies = judged(grid, _judged_rows(args, rows), _axis(args)) if varies_rate or args.save_tuned else []
+    studies: list[tuple[Measured, Analysis]] = []
+    if varies_rate or args.save_tuned:
+        losses = [row.loss if args.judge == "training" else row.final_loss for row in rows]
+        judged_rows = [dataclasses.replace(row, loss=loss) for row, loss in zip(rows, losses, strict=True)]
+        studies = judged(grid, judged_rows, (args.sizes or "").partition("=")[0].strip())
     answered = answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1) if varies_rate else []
     best = min(range(len(rows)), key=lambda index: table.value(rows[index]))
     sentence = f"Next: train the point of the lowest {table.metric}, {table.value(rows[best]):.4f}, alone"
@@ -212,17 +216,6 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     if studies:
         _study(args, grid[0].config, studies, folder, command)
     return 0
-
-
-def _judged_rows(args: Sweep, rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows with the loss that is judged as their loss."""
-    if args.judge == "training":
-        return rows
-    return [dataclasses.replace(row, loss=row.final_loss) for row in rows]
-
-
-def _axis(args: Sweep) -> str:
-    return args.sizes.partition("=")[0].strip() if args.sizes else ""
 
 
 def _study(

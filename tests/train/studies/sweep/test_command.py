@@ -176,6 +176,24 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
     assert "--judge evaluation needs what --no-eval leaves out" in capsys.readouterr().err
 
 
+def test_without_evaluation_the_table_has_training_losses_though_an_earlier_sweep_evaluated(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row(str(i), "", 3.25 + i, 2.75 + i, None, (), 4, 1.0, "in turn") for i in range(2)]
+
+    def run(self: sweep.Sweep, configs: list[Any], watcher: sweep.SweepCallback) -> list[Row]:
+        watcher.begin(configs, dict(enumerate(rows)))
+        return rows
+
+    monkeypatch.setattr(sweep.Sweep, "run", run)
+    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", "2^-8:2^-7:2", "--out", str(tmp_path)]
+    for flags, shown, hidden in (([], "2.7500", "3.2500"), (["--no-eval"], "3.2500", "2.7500")):
+        assert main([*words, *flags]) == 0
+        out = capsys.readouterr().out
+        assert shown in out
+        assert hidden not in out
+
+
 @pytest.mark.parametrize(
     ("lr", "losses", "message"),
     [
