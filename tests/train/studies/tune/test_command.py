@@ -57,7 +57,7 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     )
     assert "on 2 fresh seeds" in lines[answer]
     assert lines[answer + 1].startswith("Next: ")
-    assert any(line.startswith("constant") for line in lines[answer + 2 :])
+    assert any(line.startswith(" constant") for line in lines[answer + 2 :])
     record = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert len(record["points"]) == 9
     assert record["points"][0]["values"] == [constant["start"] for constant in record["constants"]]
