@@ -21,7 +21,7 @@ from mupax.train.config import cli
 from mupax.train.config.record import words_of
 from mupax.train.studies.sweep.rows import Rows
 from mupax.train.studies.transfer import command as transfer_command
-from mupax.train.studies.transfer import flags, planned, report
+from mupax.train.studies.transfer import planned, report
 from mupax.train.studies.transfer.drift import BOUND, TOLERANCE
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
@@ -202,7 +202,7 @@ def judge_again(folder: Path) -> None:
     record = json.loads((folder / "transfer.json").read_text())
     rows = Rows(folder, lambda line: None)
     _, *arguments = words_of(record["command"])
-    args, rest = command_line.parse_known(flags.Transfer, planned.PROG, cli.with_file_first(arguments))
+    args, rest = command_line.parse_known(planned.Transfer, planned.PROG, cli.with_file_first(arguments))
     recipe, is_relative = planned.parsed(args, rest)
     base = recipe.config.preset.base if is_relative else None
     studies, control = planned.planned(args, recipe.config, base)

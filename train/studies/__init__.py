@@ -1,1 +1,1 @@
-"""Commands that train many small models to answer one question."""
+"""Commands that train many small models to answer one question, and the report that they share."""

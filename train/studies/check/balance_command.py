@@ -14,6 +14,7 @@ from mupax import command_line, terminal
 from mupax.command_line import UsageError
 from mupax.train.config import cli
 from mupax.train.config.run import Config, DataConfig, OptimizerConfig, PresetConfig
+from mupax.train.studies.report import Section
 from mupax.zoo import configs
 
 if TYPE_CHECKING:
@@ -90,14 +91,10 @@ def configured(args: Balance, rest: Sequence[str]) -> Config:
 
     def bare() -> Config:
         model = configs.get(args.name)
-        return Config(
-            recipe=args.name,
-            model=model,
-            data=DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None),
-            preset=PresetConfig(name="sp"),
-            optimizer=OptimizerConfig(name="adam"),
-            steps=1,
-        )
+        data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
+        preset = PresetConfig(name="sp")
+        optimizer = OptimizerConfig(name="adam")
+        return Config(recipe=args.name, model=model, data=data, preset=preset, optimizer=optimizer, steps=1)
 
     start = cli.recipe(args.name) if cli.is_recipe(args.name) else bare
     chosen = ["--optimizer.name", args.optimizer] if args.optimizer else []
@@ -156,4 +153,4 @@ def _show(before: Speeds, after: Speeds, table: Table, reference: str) -> None:
         ("desiderata, at peak_lr 1", goals, goals[0]),
         (f"derived rates, {table.optimizer}", rates, ("group",)),
     ):
-        print(title, terminal.table(rows, left=left, indent=1), sep="\n")
+        Section(rows, title, left=left).show()

@@ -199,7 +199,7 @@ def examples(length: int) -> int:
     return max(2, min(_EXAMPLES, _EXAMPLES * _POSITIONS // length))
 
 
-def tokens(vocab_size: int, length: int, count: int = 8, seed: int = 0) -> dict[str, np.ndarray]:
+def tokens(vocab_size: int, length: int, count: int = 8) -> dict[str, np.ndarray]:
     """Return a batch that a language model of any vocabulary and context can be checked on: `inputs`, `targets`, `weights`.
 
     Token i comes as often as 1 / (i + 1), as Zipf's law has it of words; targets are random. An update of a matrix is a sum
@@ -212,7 +212,7 @@ def tokens(vocab_size: int, length: int, count: int = 8, seed: int = 0) -> dict[
         length: positions of a sequence.
         count: sequences.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     inputs = _ranks(rng, vocab_size, (count, length))
     targets = rng.integers(0, vocab_size, inputs.shape).astype(np.int32)
     return {"inputs": inputs, "targets": targets, "weights": np.ones(targets.shape, np.float32)}

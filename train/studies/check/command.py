@@ -297,11 +297,10 @@ def configured(args: Check, rest: Sequence[str]) -> Config:
             )
 
     def bare() -> Config:
-        model, preset = configs.get(args.model), PresetConfig()
+        model = configs.get(args.model)
         data = DataConfig(name="random", batch_size=1, noise="infilling" if model.denoises else None)
-        return Config(
-            recipe=args.model, model=model, data=data, preset=preset, optimizer=OptimizerConfig(name="adam"), steps=1
-        )
+        optimizer = OptimizerConfig(name="adam")
+        return Config(recipe=args.model, model=model, data=data, preset=PresetConfig(), optimizer=optimizer, steps=1)
 
     start = cli.recipe(args.model) if cli.is_recipe(args.model) else bare
     config = cli.parse(f"check {args.model}", start, rest, command_line.flags(Check)).config

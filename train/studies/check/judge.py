@@ -58,8 +58,7 @@ class Finding:
 
         An interval that is not a number meets none.
         """
-        floor, ceiling = self.expected.slope - self.expected.below, self.expected.slope + self.expected.above
-        inside = self.low <= ceiling and self.high >= floor
+        inside = self.low <= self.expected.high and self.high >= self.expected.low
         return inside and self.layer is None and abs(math.log(self.base)) <= _BASE
 
     @property
@@ -143,8 +142,7 @@ def _outlier(x: np.ndarray, name: str, step: int, measured: Mapping[str, np.ndar
         return None
     mean, half, _ = _fit(x, layers[:, :, step])
     room = _LAYER.get(name.partition("/")[0], 0.15)
-    low, high = expected.slope - expected.below - room, expected.slope + expected.above + room
-    inside = (mean - half <= high) & (mean + half >= low)
+    inside = (mean - half <= expected.high + room) & (mean + half >= expected.low - room)
     if inside.all():
         return None
     beyond = np.where(inside, -1, np.where(np.isnan(mean), math.inf, np.abs(mean - expected.slope)))

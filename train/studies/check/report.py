@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mupax.train.studies.check.judge import Finding, passes
+from mupax.train.studies.report import finite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +84,7 @@ def figure(path: Path | str, findings: Sequence[Finding], axis: str, title: str)
     drawn.text(0.15 / size[0], 1 - 0.3 / size[1], verdict, fontsize=15, fontweight="bold", color=colour, va="center")
     drawn.text(0.15 / size[0], 1 - 0.6 / size[1], title, fontsize=10, color=_INK, va="center")
     shown = [row.finding for row in rows if row.finding is not None and math.isfinite(row.finding.slope)]
-    ends = [end for finding in shown for end in (*_allowed(finding), finding.slope)]
+    ends = [end for finding in shown for end in (finding.expected.low, finding.expected.high, finding.slope)]
     limits = (min(ends, default=0.0) - 0.15, max(ends, default=0.0) + 0.15)
     for index, own in enumerate(columns):
         left = (index * _COLUMN_IN + _LABELS_IN) / size[0]
@@ -129,12 +130,6 @@ def _kind(finding: Finding) -> str:
     return "update" if changes and not prefix.startswith("contribution") else "activation"
 
 
-def _allowed(finding: Finding) -> tuple[float, float]:
-    """Return the slopes between which a finding agrees with theory."""
-    expected = finding.expected
-    return expected.slope - expected.below, expected.slope + expected.above
-
-
 def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], tall: int) -> None:
     """Draw one column of rows on axes of their own."""
     labelled = [(index, row) for index, row in enumerate(rows) if row.finding is not None]
@@ -161,11 +156,10 @@ def _column(panel: Any, rows: Sequence[_Row], limits: tuple[float, float], tall:
 
 def _observable(panel: Any, index: int, finding: Finding) -> None:
     """Draw theory's band, its exponent, and the measured slope with its interval; colour and shape tell a failure apart."""
-    low, high = _allowed(finding)
     colour, marker = (_RIGHT, "o") if finding.ok else (_WRONG, "X")
     label = "measured slope, 95 % interval over seeds" if finding.ok else "fails"
     panel.plot(
-        [low, high],
+        [finding.expected.low, finding.expected.high],
         [index, index],
         color="#CCCCCC",
         linewidth=9,
@@ -255,8 +249,8 @@ def panels(path: Path | str, findings: Sequence[Finding], sizes: Sequence[float]
 def _panel(panel: Any, findings: Sequence[Finding], sizes: Sequence[float], steps: Mapping[int, str]) -> None:
     """One observable at every step read."""
     shown = next((f for f in findings if not f.ok), findings[-1])
-    low = shown.expected.slope - shown.expected.below
-    high = shown.expected.slope + shown.expected.above
+    low = shown.expected.low
+    high = shown.expected.high
     style = {"marker": "o", "markersize": 2.5, "linewidth": 1.2}
     for f in findings:
         panel.plot(sizes, f.values, color=_STEP_COLOURS[f.step], label=steps[f.step], **style)
@@ -375,11 +369,10 @@ def readable(observable: str) -> str:
 
 def _sentence(finding: Finding) -> str:
     """Return what failed, after how many steps, what was measured and what theory allows."""
-    low = finding.expected.slope - finding.expected.below
-    high = finding.expected.slope + finding.expected.above
+    expected = finding.expected
     steps = "at the start" if finding.step == 0 else f"after {finding.step} step{'s' * (finding.step > 1)}"
     measured = f"size^{finding.slope:+.2f} [{finding.low:+.2f}, {finding.high:+.2f}]"
-    allowed = f"theory {finding.expected.slope:+.2f}, allowed {low:+.2f} to {high:+.2f}"
+    allowed = f"theory {expected.slope:+.2f}, allowed {expected.low:+.2f} to {expected.high:+.2f}"
     return f"{readable(finding.observable)} {steps}: {measured}, {allowed}: {verdict_words(finding)}"
 
 
@@ -447,9 +440,9 @@ def to_json(findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequ
         not_judged: observables of parameters that theory says nothing about.
     """
     rows = [
-        {"observable": f.observable, "step": f.step, "slope": _finite(f.slope), "low": _finite(f.low),
-         "high": _finite(f.high), "predicted": f.expected.slope, "ok": f.ok,
-         "verdict": f.verdict, "roles": list(f.roles), "values": [_finite(v) for v in f.values]}
+        {"observable": f.observable, "step": f.step, "slope": finite(f.slope), "low": finite(f.low),
+         "high": finite(f.high), "predicted": f.expected.slope, "ok": f.ok,
+         "verdict": f.verdict, "roles": list(f.roles), "values": [finite(v) for v in f.values]}
         for f in findings
     ]  # fmt: skip
     verdicts = {
@@ -459,7 +452,3 @@ def to_json(findings: Sequence[Finding], about: dict[str, Any], not_judged: Sequ
     }
     words = {name: "pass" if passed else "fail" for name, passed in verdicts.items()}
     return {**words, **about, "not_judged": list(not_judged), "observables": rows}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -60,6 +60,16 @@ class Expected:
     roles: tuple[str, ...] = ()
     base: float | None = None
 
+    @property
+    def low(self) -> float:
+        """Least slope that agrees."""
+        return self.slope - self.below
+
+    @property
+    def high(self) -> float:
+        """Greatest slope that agrees."""
+        return self.slope + self.above
+
 
 def growth(first: Mapping[str, int], last: Mapping[str, int]) -> tuple[dict[str, float], float]:
     """Exponent of every axis that grows, and the factor by which the fastest one does; raises PresetError where none does.
@@ -102,29 +112,30 @@ def of(
         )
     shared = {"experts", "mlp"} <= first.sizes.keys()
     part = "shared experts" if shared else "experts" if "experts" in first.sizes else ""
-    exponents, _ = growth(first.sizes, last.sizes)
+    exponents, factor = growth(first.sizes, last.sizes)
     # In a model without attention that of the theory grows with the width, evenly.
     evenly = {} if "heads" in first.sizes else dict.fromkeys(("heads", "kv_heads"), exponents.get("embed", 0.0))
     family = preset.family(optimizer)
     tied, encoded = first.tied_readout is not None, "encoder_layers" in first.sizes
-    limit = Limit(preset, family, {**exponents, **evenly}, tied=tied, part=part)
+
+    def limit_of(chosen: Preset) -> Limit:
+        return Limit(chosen, family, {**exponents, **evenly}, tied=tied, part=part)
+
+    def with_smaller_logits(exponent: float) -> Preset:
+        return dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -exponent)
+
+    limit = limit_of(preset)
     late = _slopes(preset, first, limit)
     # At initialization the backward signal of q and k is not aligned with the values, up to N^1/2 less: logits that much smaller
     # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
     # be anywhere from a whole N^1/2 less to what theory says in the end.
     lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
-    first_gradient, early = (
-        _slopes(slower, first, Limit(slower, family, limit.growth, tied=tied, part=part), aligned=False)
-        for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
-    )
-    slowest = Limit(
-        dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -lost),
-        family,
-        limit.growth,
-        tied=tied,
-        part=part,
-    )
-    through_logits = _through_logits(slowest, growth(first.sizes, last.sizes)[1])
+    slower = with_smaller_logits(lost)
+    slowest = with_smaller_logits(0.5)
+    slower_limit = limit_of(slower)
+    first_gradient = _slopes(slower, first, slower_limit, aligned=False)
+    early = _slopes(slowest, first, limit_of(slowest), aligned=False)
+    through_logits = _through_logits(slower_limit, factor)
     worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)
     allowed = {} if strict else _allowed(f"{family} {_grown_size(exponents, encoded)}", explodes=worst > 0, tied=tied)
     wrong = {key: str(trouble) for key, trouble in groups.troubles(preset, first.specs, limit).items()}

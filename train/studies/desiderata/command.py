@@ -36,6 +36,7 @@ from mupax.train.config.run import Config
 from mupax.train.core import factors
 from mupax.train.core.factors import Factors
 from mupax.train.studies.check import check
+from mupax.train.studies.check.observables import rms
 from mupax.zoo.definition import Arrays, Definition, definition
 from mupax.zoo.families import ConfigError, ModelConfig
 from mupax.zoo.layers.linear import GATES, biased, project
@@ -232,13 +233,9 @@ def measure(definition: Definition, params: Arrays, factors: Factors, batch: Bat
     _, speeds = jax.jvp(lambda p: loss(p, {}, jax.lax.stop_gradient)[1], (params,), (flow,))
     for stack in ("", "encoder ") if "encoder_layers" in definition.sizes else ("",):
         stream = outputs[f"{stack}stream"]
-        outputs[f"{stack}branches"] = (stream - outputs[f"{stack}embedding"]) / _rms(stream)
-    signal, speed, backward = (jax.tree.map(_rms, dict(x)) for x in (outputs, speeds, signals))
+        outputs[f"{stack}branches"] = (stream - outputs[f"{stack}embedding"]) / rms(stream)
+    signal, speed, backward = (jax.tree.map(rms, dict(x)) for x in (outputs, speeds, signals))
     return Mappings(signal, speed, backward, parts)
-
-
-def _rms(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
 def grown(model: ModelConfig, dimension: str, count: int) -> list[TransformerConfig]:

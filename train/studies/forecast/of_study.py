@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mupax.train.studies.forecast import record
 from mupax.train.studies.forecast.fitted import NoLaw, fitted
 from mupax.train.studies.forecast.points import Points, points_of
 from mupax.train.studies.forecast.predict import predict
+from mupax.train.studies.report import Report, Step
 from mupax.train.studies.transfer.study import Measured
 from mupax.zoo.configs import ConfigError
 
@@ -95,7 +97,7 @@ def write(folder: Path, by_preset: Mapping[str, Points], predict_: Sequence[str]
                 every = False
                 continue
             path = record.write(folder, content)
-            terminal.say("\n".join(record.lines(content)))
-            terminal.say(f"  written before the run in {path}; {content['command'] or 'its recipe'} trains it, and")
-            terminal.say(f"  `mupax plan score {record.shown(path)} WORKDIR` holds it against what came")
+            score = f"mupax plan score {shlex.quote(str(path))} WORKDIR"
+            remark = f"written before the run in {path}; `{score}` holds it against what came"
+            Report(record.lines(content), [Step("Next: train it", content["command"])], remarks=[remark]).show()
     return every

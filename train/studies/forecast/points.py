@@ -19,6 +19,8 @@ from mupax.train.config import cli
 from mupax.train.config.preset import rules_of, same_preset
 from mupax.train.config.record import differences, to_json, words_of
 from mupax.train.config.run import Config
+from mupax.train.studies.sweep.grids import at_rate, without_flags
+from mupax.train.studies.sweep.grids import point as grid_point
 from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows
 from mupax.train.studies.transfer.fit import Curve
 from mupax.zoo import flops
@@ -202,9 +204,8 @@ def _of_study(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, Conf
         planned = configs[study["preset"], study["axis"]]
         for size, config in zip(study["sizes"], planned.configs, strict=True):
             for point in size["points"]:
-                rate = dataclasses.replace(config.optimizer, peak_lr=2.0 ** point["log2_lr"])
                 if point["key"] in rows:
-                    run = dataclasses.replace(config, optimizer=rate, seed=point["seed"])
+                    run = dataclasses.replace(at_rate(config, 2.0 ** point["log2_lr"]), seed=point["seed"])
                     yield study["preset"], run, rows[point["key"]]
 
 
@@ -217,29 +218,13 @@ def _of_commands(folder: Path, rows: Mapping[str, Row]) -> Iterable[tuple[str, C
         command, *recorded = words_of(row.command) or [""]
         if command != "train":
             continue
-        words, numbers = _split(recorded)
+        # Rate and seed are what differs between most rows, and a command is dear to parse.
+        words, numbers = without_flags(recorded, ("--optimizer.peak-lr", "--seed"))
         if (text := shlex.join(words)) not in parsed:
             parsed[text] = cli.parse(words[0], cli.recipe(words[0]), words[1:]).config
         config = parsed[text]
         rate = float(numbers.get("--optimizer.peak-lr", config.optimizer.peak_lr))
-        run = dataclasses.replace(
-            config,
-            seed=int(numbers.get("--seed", config.seed)),
-            data=dataclasses.replace(config.data, seed=config.data_seed),
-            optimizer=dataclasses.replace(config.optimizer, peak_lr=rate),
-        )
+        run = grid_point(config, rate, int(numbers.get("--seed", config.seed)))
         yield label_of(run.preset), run, row
     if rows and not parsed:
         raise PointsError(f"{folder}: its rows have no commands, as of a recipe that is not in the table; add it there")
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words without rate and seed, and these: what differs between most rows, and is dear to parse."""
-    rest, numbers, words = [], {}, list(words)
-    while words:
-        word = words.pop(0)
-        if word in ("--optimizer.peak-lr", "--seed") and words:
-            numbers[word] = words.pop(0)
-        else:
-            rest.append(word)
-    return rest, numbers

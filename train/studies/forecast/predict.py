@@ -12,6 +12,7 @@ from mupax.train.config.run import Config
 from mupax.train.studies.forecast.fitted import BEYOND_FREEDOM, LEAST, NoLaw, ScalingLaw
 from mupax.train.studies.forecast.law import AXES, best_rate, log_loss
 from mupax.train.studies.forecast.points import Setting, field_differences
+from mupax.train.studies.sweep.grids import at_rate
 
 DRAWS = 10
 """Of each sample of the law's parameters."""
@@ -109,8 +110,8 @@ def predict(law: ScalingLaw, config: Config, *, keep_rate: bool = False) -> Pred
         rate = own if keep_rate else band.value
         off = np.clip(rate - rows.middle - best, -FARTHEST, FARTHEST)
         loss = loss + np.exp(theta[:, rows.names.index("c")]) * off**2
-        peak = config.optimizer.peak_lr if keep_rate else float(f"{2.0**rate:.4g}")
-        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=peak))
+        if not keep_rate:
+            config = at_rate(config, float(f"{2.0**rate:.4g}"))
     beyond = {name: float(2.0**value) for name, value in zip(AXES, octaves, strict=True)}
     numbers = dict(zip(AXES, (target.parameters, target.tokens, config.data.batch_size), strict=True))
     return Prediction(

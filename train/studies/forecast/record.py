@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mupax.train.config.run import Config
 from mupax.train.studies.forecast.fitted import ScalingLaw, parameters
 from mupax.train.studies.forecast.points import METRICS
 from mupax.train.studies.forecast.predict import Prediction
+from mupax.train.studies.report import write_json
 
 FORMAT = "forecast 1"
 FORM = "log loss = log(E + A N^-a + C D'^-b) + c (x - x*)^2, D' = D / (1 + B/B_crit), x* = x0 + p log2 N + q log2 D + r log2 B"
@@ -78,7 +78,6 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
         folder: made if missing.
         content: of `forecast`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     plain = "".join(
         letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{content['preset']} {content['what']}"
     )
@@ -86,8 +85,7 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
     while path.exists():
         number += 1
         path = folder / f"forecast-{plain}-{number}.json"
-    disk.write_whole(path, json.dumps(content, indent=1) + "\n")
-    return path
+    return write_json(path, content)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -129,8 +127,3 @@ def lines(content: dict[str, Any]) -> list[str]:
         f"{loss['high90']:.4f} ({METRICS[content['metric']]})"
     )
     return [*text, *(f"  caution: {warning}" for warning in content["warnings"])]
-
-
-def shown(path: Path) -> str:
-    """The path, as a shell takes it."""
-    return shlex.quote(str(path))

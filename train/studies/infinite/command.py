@@ -107,34 +107,37 @@ def check(config: Config) -> None:
             f"the infinite limit follows updates of low rank, those of SGD with or without momentum; {optimizer.name} acts on every "
             "entry alone, which makes them full; write --optimizer.name sgd and a rate of its own"
         )
+    owners: dict[str, Any] = {"": config, "model": model, "optimizer": optimizer, "ema": config.ema}
     plain = {
-        "model.norm_gain": (model.norm_gain, False),
-        "model.bias": (model.bias, False),
-        "model.qk_norm": (model.qk_norm, False),
-        "model.pool": (model.pool, "mean"),
-        "model.registers": (model.registers, None),
-        "model.sincos": (model.sincos, False),
-        "model.distribution": (model.distribution, "normal"),
-        "model.pre_logits": (model.pre_logits, False),
-        "model.layer_scale": (model.layer_scale, None),
-        "model.value_dim": (model.value_dim, None),
-        "model.branch_activation": (model.branch_activation, "none"),
-        "model.num_kv_heads": (model.kv_heads, model.num_heads),
-        "model.width": (model.width, model.num_heads * model.heads_dim),
-        "optimizer.schedule": (optimizer.schedule, "constant"),
-        "optimizer.warmup_steps": (optimizer.warmup_steps, 0),
-        "optimizer.weight_decay": (optimizer.weight_decay, 0),
-        "optimizer.clip_norm": (optimizer.clip_norm, None),
-        "ema.decay": (config.ema.decay, None),
-        "z_loss": (config.z_loss, 0.0),
-        "freeze": (config.freeze, ()),
-        "train_only": (config.train_only, ()),
+        "model.norm_gain": False,
+        "model.bias": False,
+        "model.qk_norm": False,
+        "model.pool": "mean",
+        "model.registers": None,
+        "model.sincos": False,
+        "model.distribution": "normal",
+        "model.pre_logits": False,
+        "model.layer_scale": None,
+        "model.value_dim": None,
+        "model.branch_activation": "none",
+        "model.num_kv_heads": None if model.num_kv_heads is None else model.num_heads,
+        "model.width": model.num_heads * model.heads_dim,
+        "optimizer.schedule": "constant",
+        "optimizer.warmup_steps": 0,
+        "optimizer.weight_decay": 0,
+        "optimizer.clip_norm": None,
+        "ema.decay": None,
+        "z_loss": 0.0,
+        "freeze": (),
+        "train_only": (),
     }
-    for name, (value, needed) in plain.items():
+    for path, needed in plain.items():
+        owner, _, name = path.rpartition(".")
+        value = getattr(owners[owner], name)
         if value != needed:
-            flag = name.replace("_", "-")
+            flag = path.replace("_", "-")
             raise ConfigError(
-                f"{name} is {value}; the infinite limit is written for {needed}: --{flag} {_word(needed)}"
+                f"{path} is {value}; the infinite limit is written for {needed}: --{flag} {_word(needed)}"
             )
     if model.activation not in ("gelu", "relu"):
         raise ConfigError(f"model.activation is {model.activation}; the infinite limit has gelu and relu")

@@ -6,7 +6,6 @@ Memory, time and cost come from the TPU compiler where there is one, else from t
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line, disk, terminal
+from mupax import command_line, terminal
 from mupax.command_line import Repeated
 from mupax.presets import PresetError
 from mupax.terminal import gib
@@ -27,12 +26,13 @@ from mupax.train.config.record import command_of, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.points import Points
 from mupax.train.studies.plan import ranges
+from mupax.train.studies.report import Report, Section, Step, write_json
+from mupax.train.studies.sweep.grids import without_flags
 from mupax.train.studies.transfer.planned import label_of
 from mupax.zoo import flops
 from mupax.zoo.configs import CONFIGS, ConfigError
 
 if TYPE_CHECKING:
-    from mupax.train.config.run import Config
     from mupax.train.studies.plan.numbers import PlanRow
 
 PROG = "mupax plan"
@@ -100,7 +100,7 @@ def with_name(argv: Sequence[str]) -> list[str]:
     Args:
         argv: the words after `plan`.
     """
-    model = model_of(argv)
+    model = cli.value_of("--model", argv)
     before = ["", *argv]
     alone = any(
         (word in RECIPES or word in CONFIGS or cli.is_file(word)) and (not last.startswith("--") or "=" in last)
@@ -108,16 +108,6 @@ def with_name(argv: Sequence[str]) -> list[str]:
     )
     first = bool(argv) and not argv[0].startswith("-")
     return [*argv] if model is None or alone or first else [model, *argv]
-
-
-def model_of(argv: Sequence[str]) -> str | None:
-    """The last name behind `--model`; None without one."""
-    name = None
-    for word, after in zip(argv, [*argv, ""][1:], strict=True):
-        flag, equals, value = word.partition("=")
-        if flag == "--model":
-            name = value if equals else after
-    return name or None
 
 
 def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Request:
@@ -133,11 +123,11 @@ def run_of(args: Plan, rest: Sequence[str], studies: Sequence[Points]) -> Reques
     """
     if args.tokens and any(word.partition("=")[0] == "--steps" for word in rest):
         raise ConfigError("--tokens and --steps both say how long the run is; write one of them")
-    name, words, flag = args.recipe, [*rest], model_of(rest)
+    name, words, flag = args.recipe, [*rest], cli.value_of("--model", rest)
     if flag in RECIPES and flag not in CONFIGS:  # `--model gpt2-c4`: cli knows models alone
         if flag != name:
             raise ConfigError(f"{name} and --model {flag}: {flag} is a recipe; write one of them")
-        words = _without_model(words)
+        words, _ = without_flags(words, ("--model",))
     if name in CONFIGS and flag not in (None, name) and name not in RECIPES:
         raise ConfigError(f"{name} and --model {flag} are two models; write one of them")
     named = name in CONFIGS and (name not in RECIPES or (flag == name and bool(studies)))
@@ -212,17 +202,6 @@ def _of_study(recipe: Config, setting: Config) -> Config:
         train_only=setting.train_only,
         steps=setting.steps,
     )
-
-
-def _without_model(words: Sequence[str]) -> list[str]:
-    left, words = [], [*words]
-    while words:
-        word = words.pop(0)
-        if word == "--model":
-            del words[:1]
-        elif not word.startswith("--model="):
-            left.append(word)
-    return left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -448,13 +427,13 @@ def main(argv: Sequence[str]) -> int:
     learnt = numbers.of_law(request.config, studies, keep_rate=keep_rate)
     config, costs = of(learnt.config, args, studies)
     rows, cautions = [*numbers.rows(config, learnt, request.source), *costs.rows], [*learnt.cautions, *costs.cautions]
-    command = numbers.command(config)
-    terminal.say(_conclusion(args.recipe, config, rows, fits=costs.fits))
-    print("run it with", terminal.command(command), sep="\n")
-    table = terminal.filled([("", "value", "interval", "from"), *rows])
-    print(terminal.table(table, indent=1))
-    for caution in cautions:
-        terminal.say(f"caution: {caution}")
+    command = command_of(config) or "(no recipe has its name)"
+    Report(
+        [_conclusion(args.recipe, config, rows, fits=costs.fits)],
+        [Step("Next: train it", command)],
+        [Section(terminal.filled([("", "value", "interval", "from"), *rows]))],
+        [f"caution: {caution}" for caution in cautions],
+    ).show()
     forecast = learnt.forecast(config, shlex.join([*argv]))
     if args.out is not None:
         keys = ("what", "value", "interval", "from")
@@ -466,8 +445,7 @@ def main(argv: Sequence[str]) -> int:
             "cautions": cautions,
             "forecast": forecast,
         }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        disk.write_whole(args.out, json.dumps(content, indent=1) + "\n")
+        write_json(args.out, content)
         again = f"; `{PROG} score {shlex.quote(str(args.out))} WORKDIR` holds it against what came" if forecast else ""
         terminal.say(f"plan in {args.out}{again}")
     return 0 if costs.fits else 1

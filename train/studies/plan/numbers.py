@@ -15,13 +15,14 @@ from mupax.presets import horizon
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import joint
 from mupax.train.config.preset import preset_of, rules_of
-from mupax.train.config.record import command_of, differences, text_of, to_json
+from mupax.train.config.record import differences, text_of, to_json
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
 from mupax.train.studies.forecast.fitted import NoLaw, ScalingLaw, fitted
 from mupax.train.studies.forecast.points import METRICS, Points, Setting, field_differences
 from mupax.train.studies.forecast.predict import Prediction, predict
 from mupax.train.studies.plan import ranges
+from mupax.train.studies.sweep.grids import at_rate
 from mupax.train.studies.transfer.fit import fit as fit_curve
 from mupax.train.studies.transfer.planned import label_of
 from mupax.zoo import flops
@@ -231,9 +232,8 @@ def of_law(config: Config, studies: Sequence[Points], *, keep_rate: bool = False
         log2_lr, cautions = transferred(config, points)
         if log2_lr is None:
             return StudyEstimates(config, ("", "the recipe"), points=points, cautions=(caution, *cautions))
-        peak = dataclasses.replace(config.optimizer, peak_lr=float(f"{2.0**log2_lr:.4g}"))
         source = f"best of the largest of {where}; that it stays is the preset's claim"
-        at = dataclasses.replace(config, optimizer=peak)
+        at = at_rate(config, float(f"{2.0**log2_lr:.4g}"))
         return StudyEstimates(at, (ranges.NONE, source), points=points, cautions=(caution, *cautions))
     rate = prediction.log2_lr
     if keep_rate:
@@ -304,8 +304,3 @@ def rows(config: Config, learnt: StudyEstimates, source: str) -> list[PlanRow]:
     else:
         lines.append(("loss", ranges.NOT_PREDICTED, ranges.NONE, "no law, see the cautions"))
     return lines
-
-
-def command(config: Config) -> str:
-    """Return the command that trains the run."""
-    return command_of(config) or "(no recipe has its name)"

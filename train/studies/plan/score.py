@@ -20,6 +20,7 @@ from mupax.train.run.report import metrics
 from mupax.train.studies.forecast import points, record
 from mupax.train.studies.forecast.points import ELSEWHERE, METRICS
 from mupax.train.studies.forecast.record import ForecastError
+from mupax.train.studies.sweep.grids import at_rate
 from mupax.train.studies.sweep.losses import LAST
 from mupax.train.studies.sweep.rows import FILE_NAME
 
@@ -166,11 +167,7 @@ def of_points(content: dict[str, Any], studies: Sequence[points.Points]) -> list
         if each.metric == content["metric"]
         for setting in each.settings
         for at, x in enumerate(setting.x)
-        if not any(other(content, _at(setting.config, float(x))))
+        if not any(other(content, at_rate(setting.config, 2.0 ** float(x))))
         for column, seed in enumerate(setting.seeds)
         if not np.isnan(setting.losses[at, column])
     ]
-
-
-def _at(config: Config, x: float) -> Config:
-    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=2.0**x))

@@ -12,10 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from mupax.presets.roles import ParamSpec, PresetError, Role
-from mupax.train.studies.roles.attention import Attention, attentions
 from mupax.train.studies.roles.flow import ADDS, Flow
 from mupax.train.studies.roles.graph import Atom, Dim, Graph, Node, OperandUse, Place
-from mupax.train.studies.roles.matrices import FIXED, Constraint, Matrices, Refusal, split_names
+from mupax.train.studies.roles.matrices import FIXED, Attention, Constraint, Matrices, Refusal, attentions, split_names
 
 _ENDS = frozenset({Role.MLP_OUT, Role.EXPERT_OUT})
 _STREAM = frozenset({Role.ROUTER, Role.PATCH_EMBEDDING, Role.TOKEN_EMBEDDING})

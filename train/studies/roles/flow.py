@@ -194,18 +194,16 @@ class Flow:
         """Whether it is a product of two activations."""
         return node.op == "dot" and not self.matrix(node) and sum(x.kind == "activation" for x in node.inputs) == 2
 
-    def sources(
-        self, node: Node, allowed: frozenset[str] | None = None, *, through: bool = False
-    ) -> list[SignalSource]:
+    def sources(self, node: Node, *, through: bool = False) -> list[SignalSource]:
         """Where the signal of a value comes from: products with parameters or of two signals, streams, lookups, the batch.
 
         Args:
             node: the value.
-            allowed: matrices that it can be of, where some were cut away; None: all.
             through: go on where a nonlinearity is, which `Source.plain` then says.
         """
         out: dict[tuple[Node, frozenset[str]], SignalSource] = {}
-        stack, visited = [(node, allowed, True)], set()
+        start: tuple[Node, frozenset[str] | None, bool] = (node, None, True)
+        stack, visited = [start], set()
         while stack:
             at, only, plain = stack.pop()
             if (at, only, plain) in visited:

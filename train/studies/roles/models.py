@@ -6,6 +6,7 @@ A loss' graph is read from its jaxpr, which never runs: calls are entered, loops
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -99,13 +100,14 @@ class _Interpreter:
         if name not in OPAQUE and name != "while" and (inner := next((params[k] for k in CALLS if k in params), None)):
             return self.run(*_opened(inner), operands)
         if name == "unstack":
-            rows = [
-                self._op("slice", _at(i, params["axis"], operands[0]), operands, *out) for i, out in enumerate(outputs)
-            ]
-            squeezed = {"dimensions": (params["axis"],)}
-            return [self._op("squeeze", squeezed, [row], *out) for row, out in zip(rows, outputs, strict=True)]
+            return [self._row(operands[0], index, params["axis"]) for index in range(len(outputs))]
         if name == "split":
-            return self._split(params, operands[0], outputs)
+            sizes = [shape[params["axis"]] for shape, _ in outputs]
+            starts = itertools.accumulate(sizes, initial=0)
+            return [
+                self._slice(operands[0], params["axis"], start, size)
+                for start, size in zip(starts, sizes, strict=False)
+            ]
         if name == "optimization_barrier":
             return [self._op("copy", {}, [x], *out) for x, out in zip(operands, outputs, strict=True)]
         return [self._op(name, params, operands, *out) for out in outputs]
@@ -149,15 +151,6 @@ class _Interpreter:
                     graph.use(node, x, activations[0])
         return node
 
-    def _split(self, params: dict[str, Any], x: Node, outputs: list[Any]) -> list[Node]:
-        start, out, at = [0] * len(x.dims), [], params["axis"]
-        for shape, floating in outputs:
-            stop = [first + n for first, n in zip(start, shape, strict=True)]
-            of = {"start_indices": list(start), "limit_indices": stop, "strides": None}
-            out.append(self._op("slice", of, [x], shape, floating))
-            start[at] = stop[at]
-        return out
-
     def _scan(self, params: dict[str, Any], operands: list[Node], outputs: list[Any]) -> list[Node]:
         """A loop, gone round twice, so that what a round makes of the first one's result is seen too."""
         body, length = _opened(params["jaxpr"]), params["length"]
@@ -168,7 +161,7 @@ class _Interpreter:
         fixed, carry, xs = operands[:consts], operands[consts : consts + carried], operands[consts + carried :]
         rounds = []
         for at in range(min(length, 2)):
-            rows = [self._row(x, at) for x in xs]
+            rows = [self._row(x, at, 0) for x in xs]
             results = self.run(*body, [*fixed, *carry, *rows])
             carry, ys = results[:carried], results[carried:]
             rounds.append(ys)
@@ -179,16 +172,20 @@ class _Interpreter:
             stacked.append(self.graph.add("stacked", each, dims, floating, kind))
         return [*carry, *stacked]
 
-    def _row(self, x: Node, at: int) -> Node:
-        row = self._op("slice", _at(at, 0, x), [x], (1, *x.shape[1:]), x.floating)
-        return self._op("squeeze", {"dimensions": (0,)}, [row], x.shape[1:], x.floating)
+    def _row(self, x: Node, index: int, axis: int) -> Node:
+        row = self._slice(x, axis, index, 1)
+        shape = (*x.shape[:axis], *x.shape[axis + 1 :])
+        return self._op("squeeze", {"dimensions": (axis,)}, [row], shape, x.floating)
 
-
-def _at(index: int, axis: int, x: Node) -> dict[str, Any]:
-    """A slice of one row, as the primitive has it."""
-    start, stop = [0] * len(x.dims), list(x.shape)
-    start[axis], stop[axis] = index, index + 1
-    return {"start_indices": start, "limit_indices": stop, "strides": None}
+    def _slice(self, x: Node, axis: int, start: int, size: int) -> Node:
+        """Return a range along one axis, as the primitive makes it."""
+        starts = [0] * len(x.dims)
+        stops = list(x.shape)
+        starts[axis] = start
+        stops[axis] = start + size
+        params = {"start_indices": starts, "limit_indices": stops, "strides": None}
+        shape = tuple(stop - first for first, stop in zip(starts, stops, strict=True))
+        return self._op("slice", params, [x], shape, x.floating)
 
 
 def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

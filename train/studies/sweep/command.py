@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro import conf
 
-from mupax import command_line, disk, terminal
+from mupax import command_line, terminal
 from mupax.command_line import Repeated, Switch
 from mupax.train.config import cli, sizes
 from mupax.train.config.checks import at_least, note_warmup
@@ -25,6 +24,7 @@ from mupax.train.studies.sweep.grids import Planned, power
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
+    from mupax.train.config.run import Config
     from mupax.train.studies.sweep.rows import Row
     from mupax.train.studies.transfer.drift import Analysis
     from mupax.train.studies.transfer.study import Measured
@@ -146,15 +146,14 @@ def points(args: Sweep, rest: Sequence[str]) -> list[Planned]:
     for choices in itertools.product(*map(_varied, args.vary)):
         words = [word for flag, value in choices for word in (f"--{flag}", value)]
         config = cli.parse(args.recipe, recipe, [*rest, *words], command_line.flags(Sweep)).config
-        config = dataclasses.replace(config, workdir=None, data=dataclasses.replace(config.data, seed=config.data_seed))
+        config = dataclasses.replace(config, workdir=None)
         label = " ".join(f"{flag.partition('.')[2] or flag} {value}" for flag, value in choices)
         rates = grids.parse(args.lr) if args.lr else (config.optimizer.peak_lr,)
         if min(rates) <= 0:
             raise ConfigError(f"--lr {args.lr}: {min(rates):g} trains nothing; write learning rates above 0")
         for size, lr, seed in itertools.product(grown, rates, range(args.seeds)):
             model = sizes.grown(config.model, axis, size) if axis else config.model
-            optimizer = dataclasses.replace(config.optimizer, peak_lr=lr)
-            point = dataclasses.replace(config, model=model, seed=config.seed + seed, optimizer=optimizer)
+            point = grids.point(dataclasses.replace(config, model=model), lr, config.seed + seed)
             grid.append(Planned(size, label, f"{axis} {size} {label}".strip() if axis else label, point))
         if len(grid) > MOST_POINTS:
             raise ConfigError(f"these are more than {MOST_POINTS} points; write a coarser grid")
@@ -187,77 +186,44 @@ def _dry_run(grid: Sequence[Planned]) -> None:
 
 
 def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
-    from mupax.train.parallel.processes import StopRequest
+    from mupax.train.studies import report
     from mupax.train.studies.sweep import sweep
-    from mupax.train.studies.sweep.table import Table
+    from mupax.train.studies.sweep.table import LiveTable
 
     folder = Path(args.out or f"runs/sweep-{cli.name_of(args.recipe)}")
     configs = [point.config for point in grid]
-    how, evaluated = args.how, not args.no_eval
-    metric = "evaluation loss" if evaluated else "training loss"
-    with terminal.lasting(), StopRequest() as stop:
-        try:
-            table = Table(terminal.console(), [point.label for point in grid], metric, _value, last=False)
-            with table:
-                rows = sweep.run(
-                    configs,
-                    folder,
-                    watcher=table,
-                    how=how,
-                    evaluated=evaluated,
-                    stop=lambda: stop.received is not None,
-                    saving=stop.deferring,
-                )
-        except sweep.Stopped:
-            name = stop.received.name if stop.received else "a signal"
-            terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
-            return stop.exit_code
-    _conclude(args, grid, rows, metric)
+    with sweep.engine(folder, args.how, evaluated=not args.no_eval) as engine:
+        table = LiveTable(terminal.console(), [point.label for point in grid], evaluated=not args.no_eval)
+        with table:
+            rows = engine.run(configs, table)
+    varies_rate = len({config.optimizer.peak_lr for config in configs}) > 1
+    studies: list[tuple[Measured, Analysis]] = []
+    if varies_rate or args.save_tuned:
+        losses = [row.loss if args.judge == "training" else row.final_loss for row in rows]
+        judged_rows = [dataclasses.replace(row, loss=loss) for row, loss in zip(rows, losses, strict=True)]
+        studies = judged(grid, judged_rows, (args.sizes or "").partition("=")[0].strip())
+    answered = answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1) if varies_rate else []
+    best = min(range(len(rows)), key=lambda index: table.value(rows[index]))
+    sentence = f"Next: train the point of the lowest {table.metric}, {table.value(rows[best]):.4f}, alone"
+    report.Report(answered, [report.Step(sentence, rows[best].command or grid[best].label)]).show()
     table.show()
-    path = Path(args.json) if args.json else folder / "sweep.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     points = [
         {"what": p.label, "peak_lr": p.config.optimizer.peak_lr, "seed": p.config.seed, **row.to_json()}
         for p, row in zip(grid, rows, strict=True)
     ]
-    disk.write_whole(path, json.dumps({"command": command, "points": points}, indent=1) + "\n")
+    path = report.write_json(args.json or folder / "sweep.json", {"command": command, "points": points})
     terminal.say(f"rows in {path}")
-    if len({config.optimizer.peak_lr for config in configs}) > 1 or args.save_tuned:
-        _study(args, grid, rows, folder, command)
+    if studies:
+        _study(args, grid[0].config, studies, folder, command)
     return 0
 
 
-def _conclude(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], metric: str) -> None:
-    """Print the answer, and the command that trains the best point."""
-    if len({point.config.optimizer.peak_lr for point in grid}) > 1:
-        studies = judged(grid, _judged_rows(args, rows), _axis(args))
-        for line in answers(studies, args.judge, grown=len(studies[0][1].sizes) > 1):
-            terminal.say(line)
-    best = min(range(len(rows)), key=lambda index: _value(rows[index]))
-    print(
-        f"Next: train the point of the lowest {metric}, {_value(rows[best]):.4f}, alone with",
-        terminal.command(rows[best].command or grid[best].label),
-        sep="\n",
-    )
-
-
-def _judged_rows(args: Sweep, rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows with the loss that is judged as their loss."""
-    if args.judge == "training":
-        return rows
-    return [dataclasses.replace(row, loss=_value(row)) for row in rows]
-
-
-def _axis(args: Sweep) -> str:
-    return args.sizes.partition("=")[0].strip() if args.sizes else ""
-
-
-def _study(args: Sweep, grid: Sequence[Planned], rows: Sequence[Row], folder: Path, command: str) -> None:
+def _study(
+    args: Sweep, config: Config, studies: Sequence[tuple[Measured, Analysis]], folder: Path, command: str
+) -> None:
     """Draw the picture of loss against rate, and save the tuned preset."""
     from mupax.train.studies.transfer import figure, tuned
 
-    studies = judged(grid, _judged_rows(args, rows), _axis(args))
-    config = grid[0].config
     title = f"{args.recipe}, {config.optimizer.name}, {config.steps} steps: loss against learning rate"
     figure.draw(folder / "sweep.png", studies, title, figure.LOSSES[args.judge])
     terminal.say(f"picture in {folder / 'sweep.png'}")
@@ -294,7 +260,3 @@ def judged(points: Sequence[Planned], rows: Sequence[Row], axis: str) -> list[tu
         whole = Measured(study, 1 + max(seed for _, _, seed in measured), measured)
         studies.append((whole, analyse(study.sizes, whole.curves)))
     return studies
-
-
-def _value(row: Row) -> float:
-    return row.loss if row.eval_loss is None else row.eval_loss

@@ -1,9 +1,10 @@
-"""Grids of numbers as people write them on a command line: 2^-12:2^-4:9, or 0.001,0.003,0.01."""
+"""Points of a study: grids of numbers as people write them (2^-12:2^-4:9, or 0.001,0.003,0.01), and runs at them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mupax.zoo.configs import ConfigError
@@ -82,3 +83,39 @@ class Planned:
     varied: str
     label: str
     config: Config
+
+
+def at_rate(config: Config, peak_lr: float) -> Config:
+    """Return the run at another peak learning rate."""
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=peak_lr))
+
+
+def point(config: Config, peak_lr: float, seed: int) -> Config:
+    """Return the run at a rate and from a seed, on the batches of the run itself.
+
+    Args:
+        config: of the run.
+        peak_lr: of the point.
+        seed: of its initialization.
+    """
+    data = dataclasses.replace(config.data, seed=config.data_seed)
+    return dataclasses.replace(at_rate(config, peak_lr), seed=seed, data=data)
+
+
+def without_flags(words: Sequence[str], flags: Collection[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the words of a command without some flags, and what these had: flag to value.
+
+    Args:
+        words: of the command.
+        flags: each with one value, which stands behind it or behind its `=`.
+    """
+    rest: list[str] = []
+    values: dict[str, str] = {}
+    following = iter(words)
+    for word in following:
+        flag, equals, value = word.partition("=")
+        if flag in flags:
+            values[flag] = value if equals else next(following, "")
+        else:
+            rest.append(word)
+    return rest, values

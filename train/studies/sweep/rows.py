@@ -62,6 +62,11 @@ class Row:
         """Whether a loss or gradient was not finite."""
         return self.diverged_at is not None
 
+    @property
+    def final_loss(self) -> float:
+        """Evaluation loss after the last step, or the training loss of a point that was not evaluated."""
+        return self.loss if self.eval_loss is None else self.eval_loss
+
     def to_json(self) -> dict[str, Any]:
         """The row as plain values; null stands for what is not finite."""
         loss, *curve = (value if math.isfinite(value) else None for value in (self.loss, *self.curve))

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import jax
 
-from mupax import disk
+from mupax import disk, terminal
 from mupax.config_fields import config_fields, with_defaults
 from mupax.train.checkpoints.workdir import locked, surroundings
 from mupax.train.config.data import PixelsConfig, TransformsConfig, source
@@ -41,7 +41,7 @@ from mupax.train.config.run import Config, FaultsConfig, PresetConfig, check_ext
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import environment
-from mupax.train.parallel.processes import Processes
+from mupax.train.parallel.processes import Processes, StopRequest
 from mupax.train.studies.sweep import trainer as sweep_pack
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Batches, Trainer
@@ -85,7 +85,7 @@ _FIRST = {
 """Section to its fields that were there when points got their names. This list is closed: no new field belongs here."""
 _FIRST_PATHS = {f"{section}.{name}".lstrip(".") for section, names in _FIRST.items() for name in names.split()}
 
-__all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "grouped", "run"]
+__all__ = ["Mode", "Row", "Stopped", "Sweep", "SweepCallback", "engine", "grouped", "run"]
 
 
 class ExecutionTrial:
@@ -419,6 +419,33 @@ class Sweep:
                     if self._stop():
                         raise Stopped
             return [rows[keys[i]] for i in range(len(configs))]
+
+
+@contextlib.contextmanager
+def engine(folder: Path, how: Mode, *, evaluated: bool) -> Iterator[Sweep]:
+    """Context manager of a command that trains points: a signal saves what is in training and ends the command.
+
+    Args:
+        folder: where rows and unfinished points go.
+        how: as `Sweep`.
+        evaluated: as `Sweep`.
+
+    Raises:
+        SystemExit: a signal came; its code is that of the signal.
+    """
+    with terminal.lasting(), StopRequest() as stop:
+        try:
+            yield Sweep(
+                folder,
+                how=how,
+                evaluated=evaluated,
+                stop=lambda: stop.received is not None,
+                saving=stop.deferring,
+            )
+        except Stopped:
+            name = stop.received.name if stop.received else "a signal"
+            terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
+            raise SystemExit(stop.exit_code) from None
 
 
 def run(configs: Sequence[Config], folder: Path, *, watcher: SweepCallback | None = None, **how: Any) -> list[Row]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Self
 
 import numpy as np
@@ -24,29 +24,24 @@ from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.sweep.work import SweepCallback
 from mupax.zoo import flops
 
+METRICS = ("training loss", "evaluation loss")
+"""What a point's loss is called, without and with an evaluation after its last step."""
 
-class Table(SweepCallback):
-    """Shows a sweep while entered.
+
+class LiveTable(SweepCallback):
+    """Shows a sweep while entered. A command prints its conclusion, and then the table by `show`.
 
     Args:
         console: where.
         columns: a word for every point besides its learning rate and seed: its size.
-        metric: what a cell shows, such as "training loss".
-        value: of a row, that number.
-        last: whether the table stays on the screen when it is left; a command that prints its conclusion first calls `show`.
+        evaluated: whether a cell shows the evaluation loss.
     """
 
-    def __init__(
-        self,
-        console: Console,
-        columns: Sequence[str],
-        metric: str,
-        value: Callable[[Row], float],
-        *,
-        last: bool = True,
-    ) -> None:
-        self._last = last
-        self._console, self._columns, self._metric, self._value = console, list(columns), metric, value
+    def __init__(self, console: Console, columns: Sequence[str], *, evaluated: bool) -> None:
+        self._console = console
+        self._columns = list(columns)
+        self._evaluated = evaluated
+        self.metric = METRICS[evaluated]
         self._configs: Sequence[Config] = ()
         self._rows: dict[int, Row] = {}
         self._losses: dict[int, float] = {}
@@ -70,18 +65,20 @@ class Table(SweepCallback):
 
     def __exit__(self, *error: object) -> None:
         self._live.stop()
-        if self._last:
-            self.show()
 
     def show(self) -> None:
         """Print the table of what is trained."""
         if self._rows:
-            self.note(f"{self._metric}, mean over seeds")
+            self.note(f"{self.metric}, mean over seeds")
             self._console.print(self.table())
+
+    def value(self, row: Row) -> float:
+        """Return what a cell shows of a finished point."""
+        return row.final_loss if self._evaluated else row.loss
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
         self._configs, self._rows = configs, dict(done)
-        self._losses = {point: self._value(row) for point, row in done.items()}
+        self._losses = {point: self.value(row) for point, row in done.items()}
         left = sum(_cost(config) for i, config in enumerate(configs) if i not in done)
         self._bar.update(self._task, total=left, points=f"{len(done)}/{len(configs)}")
         if done:
@@ -98,13 +95,13 @@ class Table(SweepCallback):
         self._bar.update(self._task, description=f"step {step}")
 
     def finished(self, point: int, row: Row) -> None:
-        self._rows[point], self._losses[point], config = row, self._value(row), self._configs[point]
+        self._rows[point], self._losses[point], config = row, self.value(row), self._configs[point]
         self._reached(point, 1.0)
         done = f"{len(self._rows)}/{len(self._configs)}"
         self._bar.update(self._task, points=done)
         if not self._console.is_terminal:
             what = f"{self._columns[point]}  lr {power(config.optimizer.peak_lr)}  seed {config.seed}".strip()
-            loss = f"{self._metric} {self._value(row):.4f}"
+            loss = f"{self.metric} {self.value(row):.4f}"
             outcome = f"diverged at step {row.diverged_at}" if row.diverged else loss
             self.note(f"{done}  {what}: {outcome}  ({duration(row.seconds)})")
 

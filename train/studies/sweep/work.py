@@ -43,7 +43,7 @@ Save = Callable[[int, TrainState], None]
 
 
 class SweepCallback:
-    """Callbacks on the progress of a sweep. It shows nothing itself (`mupax.train.studies.sweep.table.Table` does)."""
+    """Callbacks on the progress of a sweep. It shows nothing itself (`mupax.train.studies.sweep.table.LiveTable` does)."""
 
     def begin(self, configs: Sequence[Config], done: dict[int, Row]) -> None:
         """Called once, before anything is trained.

@@ -5,20 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mupax import command_line, terminal
 from mupax.train.config import cli
 from mupax.train.config.run import check_extras
-from mupax.train.studies.transfer.flags import Transfer
-from mupax.train.studies.transfer.planned import label_of, parsed, planned, shared
+from mupax.train.studies.transfer.planned import Transfer, label_of, parsed, planned, shared
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from mupax.train.config.run import Config
-    from mupax.train.parallel.processes import StopRequest
     from mupax.train.studies.sweep.rows import Row
     from mupax.train.studies.sweep.sweep import Sweep
     from mupax.train.studies.transfer.study import Measured, Runner, Study
@@ -57,8 +55,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         return 0
     check_extras(config)
 
-    from mupax.train.parallel.processes import StopRequest
-    from mupax.train.studies.sweep.work import Stopped
+    from mupax.train.studies.sweep import sweep
 
     console = terminal.console()
     folder = args.out or Path("runs") / f"transfer-{cli.name_of(args.recipe)}"
@@ -66,19 +63,13 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     studies = shared(studies)
     if any(one.trained != one.configs for one in studies):
         console.print("where presets give a model the same numbers its points are trained once", style="dim")
-    with terminal.lasting(), StopRequest() as stop:
-        try:
-            engine = _engine(folder, args.how, stop)
-            runner = run or _watched(engine, console)
-            limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
-            limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
-            if run is None:
-                limits["trained"] = engine.has_rows
-            measured = study.measure(studies, runner, lambda line: console.print(line, style="dim"), **limits)
-        except Stopped:
-            name = stop.received.name if stop.received else "a signal"
-            console.print(f"stopped by {name}; what was trained is saved, and the same command goes on")
-            return stop.exit_code
+    limits: Any = {"seeds": args.seeds, "max_seeds": args.max_seeds, "minutes": args.minutes}
+    limits["kind"] = frugal.Frugal if args.search == "frugal" else study.Measured
+    with sweep.engine(folder, args.how, evaluated=False) as engine:
+        if run is None:
+            limits["trained"] = engine.has_rows
+        runner = run or _watched(engine, console)
+        measured = study.measure(studies, runner, lambda line: console.print(line, style="dim"), **limits)
     return _report(args, folder, measured, control, command, label_of(config.preset))
 
 
@@ -93,20 +84,14 @@ def _dry_run(studies: Sequence[Study], args: Transfer) -> None:
         terminal.say(f"  {points}, {study.configs[0].steps} steps, at most {args.minutes:g} minutes of training")
 
 
-def _engine(folder: Path, how: Literal["auto", "together", "in-turn"], stop: StopRequest) -> Sweep:
-    from mupax.train.studies.sweep.sweep import Sweep
-
-    return Sweep(folder, how=how, evaluated=False, stop=lambda: stop.received is not None, saving=stop.deferring)
-
-
 def _watched(engine: Sweep, console: Console) -> Runner:
     """Return what trains points with a table on the console."""
-    from mupax.train.studies.sweep.table import Table
+    from mupax.train.studies.sweep.table import LiveTable
 
     def run(configs: Sequence[Config]) -> list[Row]:
         models = [(config.preset.name, config.model.sizes()) for config in configs]
         labels = [f"{name} width {size['embed']} depth {size['layers']}" for name, size in models]
-        with Table(console, labels, "training loss", lambda row: row.loss, last=False) as table:
+        with LiveTable(console, labels, evaluated=False) as table:
             return engine.run(configs, table)
 
     return run
@@ -143,8 +128,9 @@ def _report(
             judged.append((one, analysis))
     if not judged:
         return 1
-    report.show(judged, control, command)
-    terminal.say(f"report in {report.write(folder, judged, control, about)}")
+    written = report.write(folder, judged, control, about)
+    report.report_of(judged, control, command).show()
+    terminal.say(f"report in {written}")
     if args.save_tuned:
         path, use = tuned.save(args.save_tuned, label, judged, command)
         terminal.say(tuned.saved_message(path, use))

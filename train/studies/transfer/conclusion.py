@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shlex
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mupax.train.config import record
+from mupax.train.studies.report import Step
+from mupax.train.studies.sweep.grids import at_rate, without_flags
 from mupax.train.studies.transfer.drift import TOLERANCE, Analysis, Interval
 from mupax.train.studies.transfer.study import Measured
 
 Studies = Sequence[tuple[Measured, Analysis]]
 CLOSE = 0.05
 """Octaves per doubling within which a drift is close to the bound of a verdict."""
-
-
-class Step(NamedTuple):
-    """A sentence on what to do next, and the command that does it; the command is empty where none can be written."""
-
-    sentence: str
-    command: str
 
 
 def main_studies(studies: Studies, control: str | None) -> Studies:
@@ -83,13 +76,8 @@ def cost_words(price: Interval, verb: str) -> str:
         return f"{verb} an unknown loss"
     if not math.isfinite(price.value):
         return "diverges" if verb.endswith("s") else "diverge"
-    return f"{verb} {price_words(price)}"
-
-
-def price_words(price: Interval) -> str:
-    """Return a price in nats with its interval, such as `0.001 nats [0.000, 0.023]`."""
     bounds = f" [{price.low:.3f}, {price.high:.3f}]" if math.isfinite(price.high) else " (no interval)"
-    return f"{price.value:.3f} nats{bounds}"
+    return f"{verb} {price.value:.3f} nats{bounds}"
 
 
 def _doubt(measured: Measured, analysis: Analysis, used: str) -> str:
@@ -137,8 +125,9 @@ def next_steps(studies: Studies, control: str | None, command: str) -> list[Step
     if limits:
         seeds = max(limit[0] for limit in limits)
         minutes = max(limit[1] for limit in limits)
-        sentence = "Next: add seeds; what is trained is used again"
-        steps.append(Step(sentence, _with_seeds(command, seeds, minutes)))
+        words, _ = without_flags(shlex.split(command), ("--max-seeds", "--minutes"))
+        again = shlex.join([*words, "--max-seeds", f"{seeds}", "--minutes", f"{minutes}"])
+        steps.append(Step("Next: add seeds; what is trained is used again", again))
     return steps
 
 
@@ -149,7 +138,7 @@ def _training(measured: Measured, analysis: Analysis) -> Step:
     if analysis.verdict == "transfers":
         return Step(f"Next: train {large} at the rate of {axis} {analysis.sizes[0]}", _run(measured, analysis, 0))
     if analysis.fits[-1].trouble:
-        return Step(f"Next: find the best rate of {large} by itself, on a wider grid", "")
+        return Step(f"Next: find the best rate of {large} by itself, on a wider grid")
     return Step(f"Next: train {large} at its own best rate", _run(measured, analysis, -1))
 
 
@@ -165,20 +154,5 @@ def _limits(measured: Measured, analysis: Analysis) -> list[tuple[int, int]]:
 
 def _run(measured: Measured, analysis: Analysis, rate_of: int) -> str:
     """Return the command that trains the largest size at the best rate of a size."""
-    config = measured.study.configs[-1]
     rate = float(f"{2.0 ** analysis.fits[rate_of].optimum:.4g}")
-    return record.command_of(dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=rate)))
-
-
-def _with_seeds(command: str, seeds: int, minutes: int) -> str:
-    """Return a study's command with other limits."""
-    words: list[str] = []
-    skipped = False
-    for word in shlex.split(command):
-        if skipped:
-            skipped = False
-        elif word in ("--max-seeds", "--minutes"):
-            skipped = True
-        elif not word.startswith(("--max-seeds=", "--minutes=")):
-            words.append(word)
-    return shlex.join([*words, "--max-seeds", f"{seeds}", "--minutes", f"{minutes}"])
+    return record.command_of(at_rate(measured.study.configs[-1], rate))

@@ -23,9 +23,10 @@ import numpy as np
 from scipy.special import stdtrit
 
 from mupax.presets.tuned.judgement import BOUND, TOLERANCE, Verdict, judge
+from mupax.train.studies.report import finite
 from mupax.train.studies.transfer.fit import OCTAVE, Curve, Fit, fit, projection
 
-__all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter", "analyse", "finite"]
+__all__ = ["BOUND", "CONFIDENCE", "TOLERANCE", "Analysis", "Interval", "Scatter", "analyse"]
 
 CONFIDENCE = 0.975
 """Upper quantile of a two-sided interval of 95 %."""
@@ -36,16 +37,6 @@ MOST_SEEDS = 200
 """Seeds beyond which none are proposed."""
 
 
-def finite(value: float, digits: int = 6) -> float | None:
-    """Return the value rounded, or None where it is not finite.
-
-    Args:
-        value: any number.
-        digits: after the point.
-    """
-    return round(float(value), digits) if math.isfinite(value) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Interval:
     """An estimate and its 95 % interval; infinite where nothing bounds it."""
@@ -53,6 +44,13 @@ class Interval:
     value: float
     low: float
     high: float
+
+    @classmethod
+    def of_mean(cls, values: np.ndarray) -> Interval:
+        """Return the mean of independent values [n] with its interval."""
+        seeds = len(values)
+        half = stdtrit(seeds - 1, CONFIDENCE) * values.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else math.inf
+        return _interval(float(values.mean()), float(half))
 
     @property
     def half_width(self) -> float:
@@ -120,9 +118,8 @@ class Analysis:
         """True if an interval of 98 % gives the same verdict, so that no more seeds are needed."""
         if self.verdict == "undecided":
             return False
-        fitted = [index for index, fitted_curve in enumerate(self.fits) if not fitted_curve.trouble]
-        deviations = np.array([self.scatters[index].optimum for index in fitted])
-        half = _half_width(_slope_weights(self.sizes, fitted) * deviations, self.seeds, EARLY)
+        _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
+        half = _half_width(deviations, self.seeds, EARLY)
         return judge(self.drift.value, self.drift.value - half, self.drift.value + half) == self.verdict
 
     def seeds_to_decide(self) -> int | None:
@@ -132,11 +129,9 @@ class Analysis:
         """
         if self.fits[0].trouble or self.fits[-1].trouble or self.seeds < 2:
             return None
-        fitted = [index for index, fitted_curve in enumerate(self.fits) if not fitted_curve.trouble]
-        weights = _slope_weights(self.sizes, fitted)
-        deviations = np.array([self.scatters[index].optimum for index in fitted])
+        _, deviations = _slope_terms(self.sizes, self.fits, self.scatters)
         for seeds in range(self.seeds, MOST_SEEDS + 1):
-            half = _half_width(weights * deviations, seeds)
+            half = _half_width(deviations, seeds)
             if judge(self.drift.value, self.drift.value - half, self.drift.value + half) != "undecided":
                 return seeds - self.seeds
         return None
@@ -211,21 +206,21 @@ def _interval(value: float, half: float) -> Interval:
     return Interval(value, value - half, value + half) if math.isfinite(half) else Interval(value, -math.inf, math.inf)
 
 
-def _slope_weights(sizes: Sequence[int], fitted: Sequence[int]) -> np.ndarray:
-    """Return the weights of the optima whose sum is the least-squares slope per doubling."""
-    doublings = np.log2(np.asarray(sizes, float))[list(fitted)]
+def _slope_terms(sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter]) -> tuple[float, np.ndarray]:
+    """Return the least-squares slope of the optima per doubling, and one seed's standard deviation in each of its terms."""
+    fitted = [index for index, fitted_curve in enumerate(fits) if not fitted_curve.trouble]
+    doublings = np.log2(np.asarray(sizes, float))[fitted]
     centred = doublings - doublings.mean()
-    return centred / (centred @ centred)
+    weights = centred / (centred @ centred)
+    slope = float(weights @ [fits[index].optimum for index in fitted])
+    return slope, weights * [scatters[index].optimum for index in fitted]
 
 
 def _drift(sizes: Sequence[int], fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int) -> Interval:
-    fitted = [index for index, fitted_curve in enumerate(fits) if not fitted_curve.trouble]
-    if len(fitted) < 2:
+    if sum(not fitted_curve.trouble for fitted_curve in fits) < 2:
         return Interval(math.nan, -math.inf, math.inf)
-    weights = _slope_weights(sizes, fitted)
-    value = float(weights @ [fits[index].optimum for index in fitted])
-    deviations = np.array([scatters[index].optimum for index in fitted])
-    return _interval(value, _half_width(weights * deviations, seeds))
+    slope, deviations = _slope_terms(sizes, fits, scatters)
+    return _interval(slope, _half_width(deviations, seeds))
 
 
 def _price(index: int, curve: Curve, fits: Sequence[Fit], scatters: Sequence[Scatter], seeds: int) -> Interval:
@@ -294,10 +289,8 @@ def _worse(
             compared += 1
             with np.errstate(invalid="ignore"):  # two seeds that diverged
                 change = large[mask] - small[mask]
-                mean, seeds = float(change.mean()), len(change)
             if not np.isfinite(change).all():
                 worse.append((size, float(x), Interval(math.inf, math.inf, math.inf)))
-            elif mean > 0:
-                half = stdtrit(seeds - 1, 0.975) * change.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else math.inf
-                worse.append((size, float(x), Interval(mean, mean - float(half), mean + float(half))))
+            elif change.mean() > 0:
+                worse.append((size, float(x), Interval.of_mean(change)))
     return tuple(worse), compared

@@ -16,7 +16,6 @@ The best rate of every size and how sure it is are shown on the terminal and wri
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -24,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from mupax import disk, terminal
+from mupax import terminal
+from mupax.train.studies.report import Report, Section, finite, write_json
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import tuned
-from mupax.train.studies.transfer.drift import analyse, finite
+from mupax.train.studies.transfer.drift import analyse
 from mupax.train.studies.transfer.fit import OCTAVE, SIDES, STEP, Curve, fit
 from mupax.train.studies.transfer.study import MOST_RATES, Measured, Point
 from mupax.zoo import flops
@@ -64,23 +64,9 @@ def report(
         command: that was written.
     """
     records = [_study(one) for one in measured if isinstance(one, Frugal)]
-    for study in records:
-        terminal.say(f"{study['preset']}, growing {study['axis']}: {study['stopped']}")
-        rows = [["size", "best rate", "log2", "known to", "runs"]]
-        rows += [
-            [
-                str(s["size"]),
-                _rate(s["log2_optimum"]),
-                *map(_number, (s["log2_optimum"], s["deviation"])),
-                str(s["runs"]),
-            ]
-            for s in study["sizes"]
-        ]
-        print(terminal.table(rows, left=(), indent=1))
-        terminal.say(f"  {study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size")
-    path = folder / "frugal.json"
-    disk.write_whole(path, json.dumps({**about, "studies": records}, indent=1) + "\n")
-    terminal.say(f"record in {path}; this search has no verdict on transfer, which --search grid gives")
+    path = write_json(folder / "frugal.json", {**about, "studies": records})
+    remark = f"record in {path}; this search has no verdict on transfer, which --search grid gives"
+    Report((), sections=[_section(study) for study in records], remarks=[remark]).show()
     if save:
         judged = [(one, analyse(one.study.sizes[:1], [one.curve(0)])) for one in measured if one.study.label == label]
         written, use = tuned.save(save, label, judged[:1], command)
@@ -94,8 +80,8 @@ def _study(one: Frugal) -> dict[str, Any]:
     counts = [sum(at == i for i, _, _ in one.rows) for at in range(len(each))]
     sizes = [
         {
-            "size": size, "log2_optimum": finite(optimum.value), "deviation": finite(optimum.deviation),
-            "curvature": finite(optimum.curvature), "in_full": optimum.full, "runs": count,
+            "size": size, "log2_optimum": finite(optimum.value, 6), "deviation": finite(optimum.deviation, 6),
+            "curvature": finite(optimum.curvature, 6), "in_full": optimum.full, "runs": count,
         }
         for size, optimum, count in zip(study.sizes, optima, counts, strict=False)
     ]  # fmt: skip
@@ -110,12 +96,16 @@ def _study(one: Frugal) -> dict[str, Any]:
     }
 
 
-def _rate(log2: float | None) -> str:
-    return "none" if log2 is None else power(2.0**log2)
-
-
-def _number(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2f}"
+def _section(study: dict[str, Any]) -> Section:
+    """Return the table of one study, with what it cost."""
+    rows = [["size", "best rate", "log2", "known to", "runs"]]
+    for size in study["sizes"]:
+        log2 = size["log2_optimum"]
+        rate = "none" if log2 is None else power(2.0**log2)
+        numbers = ["unknown" if number is None else f"{number:.2f}" for number in (log2, size["deviation"])]
+        rows.append([str(size["size"]), rate, *numbers, str(size["runs"])])
+    cost = f"{study['cost']:.2f} of the training of five rates with {study['seeds']} seeds at every size"
+    return Section(rows, f"{study['preset']}, growing {study['axis']}: {study['stopped']}", [cost], left=())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,13 +185,13 @@ class Frugal(Measured):
         for seeds in (1, self.first):
             middle = self._nearest(at, centre)
             rates = {rate for rate in range(middle - SIDES, middle + SIDES + 1) if rate in self._grid(at)}
-            if rates <= set(self._rates_with(at, seeds)):
+            if rates <= set(self.rates_with(at, seeds)):
                 curve = self._curve(at, seeds)
                 rates |= {rate for x in curve.missing() if (rate := round(x / STEP)) in self._grid(at)}
                 centre = float(curve.x[curve.best])
             points: list[Point] = [(at, rate, seed) for rate in sorted(rates) for seed in range(seeds)]
             missing = [point for point in points if point not in self.rows]
-            if missing and len(self._rates_with(at, seeds)) < MOST_RATES:
+            if missing and len(self.rates_with(at, seeds)) < MOST_RATES:
                 return missing, None
         curve = self._curve(at, self.first)
         fitted = fit(curve, self.first)
@@ -242,13 +232,9 @@ class Frugal(Measured):
                 break
         return Optimum(vertex, deviation, curvature, noise, False)
 
-    def _rates_with(self, at: int, seeds: int) -> list[float]:
-        tried = {rate for i, rate, _ in self.rows if i == at}
-        return sorted(rate for rate in tried if all((at, rate, seed) in self.rows for seed in range(seeds)))
-
     def _curve(self, at: int, seeds: int) -> Curve:
         """Losses at the rates that have so many seeds."""
-        rates = self._rates_with(at, seeds)
+        rates = self.rates_with(at, seeds)
         losses = [[self.rows[at, rate, seed].loss for seed in range(seeds)] for rate in rates]
         return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), seeds)
 

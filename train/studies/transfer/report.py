@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import html
 import importlib.metadata
-import json
 import math
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax import disk, terminal
+from mupax.train.studies.report import Report, Section, finite, write_json
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.transfer import conclusion, figure
-from mupax.train.studies.transfer.drift import BOUND, TOLERANCE, Analysis, finite
+from mupax.train.studies.transfer.drift import BOUND, TOLERANCE, Analysis
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
 
@@ -24,14 +21,6 @@ Studies = Sequence[tuple[Measured, Analysis]]
 
 _PACKAGES = ("mupax", "jax", "flax", "optax", "numpy", "scipy")
 _HEADER = ("", "width", "best rate", "95 %, octaves", "loss there", "price of not retuning", "rates", "note")
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } img { max-width: 100% }
-table { border-collapse: collapse; margin: .5rem 0 } td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
-td:last-child { text-align: left } code, pre { background: #f5f5f5; padding: .1rem .3rem }
-pre { padding: .6rem; overflow-x: auto } .transfers { color: #00704a } .drifts { color: #b00020 } .undecided { color: #8a6100 }
-.answer { font-size: 1.2rem; font-weight: 600 }
-"""
 
 
 def provenance() -> dict[str, str]:
@@ -87,13 +76,13 @@ def _size(measured: Measured, analysis: Analysis, at: int) -> dict[str, Any]:
         "model": study.configs[at].model.base_sizes(),
         "log2_optimum": analysis.optima[at].to_json(),
         "trouble": fitted.trouble or None,
-        "loss": finite(fitted.loss),
-        "curvature": finite(fitted.curvature),
+        "loss": finite(fitted.loss, 6),
+        "curvature": finite(fitted.curvature, 6),
         "rates_chosen_by_seeds": measured.curve(at).first,
         "fitted_log2_rates": list(fitted.used),
         "price_of_not_tuning": analysis.prices[at].to_json(),
         "points": [
-            {"log2_lr": point[1] * STEP, "seed": study.config(point).seed, "loss": finite(row.loss),
+            {"log2_lr": point[1] * STEP, "seed": study.config(point).seed, "loss": finite(row.loss, 6),
              "diverged_at": row.diverged_at, "key": row.key}
             for point, row in sorted(measured.rows.items()) if point[0] == at
         ],
@@ -148,27 +137,32 @@ def _rows(measured: Measured, analysis: Analysis) -> list[Sequence[str]]:
     return table
 
 
-def show(studies: Studies, control: str | None, command: str) -> None:
-    """Print the answers, what to type next, and then a table per study with its sentences.
+def report_of(studies: Studies, control: str | None, command: str, folder: Path | None = None) -> Report:
+    """Return the answers, what to type next, and then a table per study with its sentences.
 
     Args:
         control: label of the preset that is expected to drift; nothing is compared without one.
         command: that made the studies.
+        folder: of the pictures that a page shows; None without pictures.
     """
-    for line in conclusion.conclusions(studies, control):
-        terminal.say(line)
-    for step in conclusion.next_steps(studies, control, command):
-        terminal.say(f"{step.sentence}{':' if step.command else ''}")
-        if step.command:
-            print(terminal.command(step.command))
+    answers = conclusion.conclusions(studies, control)
+    steps = conclusion.next_steps(studies, control, command)
+    sections: list[Section] = []
+    pictured: set[str] = set()
     for measured, analysis in studies:
-        print()
-        terminal.say(f"{measured.study.label}, growing {measured.study.axis}")
-        print(terminal.table(_rows(measured, analysis), left=("", "note"), indent=1))
-        print(*(terminal.wrapped(f"  {line}") for line in _sentences(measured, analysis)), sep="\n")
-    print()
-    for line in _compared(studies, control):
-        terminal.say(line)
+        axis = measured.study.axis
+        sections.append(
+            Section(
+                _rows(measured, analysis),
+                title=f"{measured.study.label}, growing {axis}",
+                lines=_sentences(measured, analysis),
+                left=("", "note"),
+                picture=None if folder is None or axis in pictured else folder / f"{axis}.png",
+                verdict=analysis.verdict,
+            )
+        )
+        pictured.add(axis)
+    return Report(answers, steps, sections, _compared(studies, control))
 
 
 def _compared(studies: Studies, control: str | None) -> list[str]:
@@ -189,7 +183,7 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
     Args:
         folder: of all of them.
         studies: all of them.
-        control: as for `show`.
+        control: as for `report_of`.
         about: `title`, `command`, `recipe`, `optimizer` and `steps`, and further facts by name; `versions` where the rows are of
             other versions than these.
     """
@@ -198,43 +192,18 @@ def write(folder: Path, studies: Studies, control: str | None, about: dict[str, 
         **about,
         "versions": about.get("versions", provenance()),
         "studies": [_study(*one) for one in studies],
+        "comparison": _comparison(studies, control),
     }
-    record["comparison"] = _comparison(studies, control)
-    disk.write_whole(folder / "transfer.json", json.dumps(record, indent=1) + "\n")
-    title = html.escape(about["title"])
-    body = [f"<h1>{title}</h1>"]
-    answers = conclusion.conclusions(studies, control)
-    body += [f'<p class="answer">{html.escape(line)}</p>' for line in answers]
-    for step in conclusion.next_steps(studies, control, about["command"]):
-        body.append(f"<p>{html.escape(step.sentence)}</p>")
-        if step.command:
-            body.append(f"<pre>{html.escape(step.command)}</pre>")
+    write_json(folder / "transfer.json", record)
     for axis in dict.fromkeys(measured.study.axis for measured, _ in studies):
         of_axis = [(measured, analysis) for measured, analysis in studies if measured.study.axis == axis]
         run = f"{about['recipe']}, {about['optimizer']}, {about['steps']} steps"
         figure.draw(folder / f"{axis}.png", of_axis, f"{run}: loss against learning rate as {axis} grows")
-        picture = base64.b64encode((folder / f"{axis}.png").read_bytes()).decode()
-        body.append(f"<h2>Growing {html.escape(axis)}</h2>")
-        body.append(f'<img alt="loss against learning rate" src="data:image/png;base64,{picture}">')
-        for measured, analysis in of_axis:
-            first, *lines = map(html.escape, _sentences(measured, analysis))
-            table = _html_table(_rows(measured, analysis))
-            body.append(f'<p class="{analysis.verdict}"><b>{first}</b></p>{table}<p>{"<br>".join(lines)}</p>')
-    if compared := _compared(studies, control):
-        body += ["<h2>Against the control</h2>", *(f"<p>{html.escape(line)}</p>" for line in compared)]
     facts = {**{k: v for k, v in about.items() if k not in ("title", "command", "config")}, **provenance()}
-    body += ["<h2>How it was made</h2>", f"<pre>{html.escape(about['command'])}</pre>", _html_table(facts.items())]
-    head = f"<meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
     page = folder / "transfer.html"
-    text = f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
-    # A path in the command may be any bytes.
-    disk.write_whole(page, text.encode("utf-8", errors="backslashreplace"))
+    report = report_of(studies, control, about["command"], folder)
+    report.write_page(page, about["title"], about["command"], facts.items())
     return page
-
-
-def _html_table(lines: Iterable[Iterable[Any]]) -> str:
-    cells = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in line) for line in lines)
-    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"
 
 
 def _price(value: float) -> float | str:

@@ -22,6 +22,7 @@ from mupax.train.config import joint
 from mupax.train.config import sizes as sizes_of_models
 from mupax.train.config.preset import PresetConfig, base_text, preset_of
 from mupax.train.config.run import Config
+from mupax.train.studies.sweep import grids
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.drift import Analysis, analyse
 from mupax.train.studies.transfer.fit import NOISE, SIDES, STEP, Curve, fit
@@ -57,12 +58,7 @@ class Study:
         """The run of a point."""
         at, rate, seed = point
         config = (self.trained or self.configs)[at]
-        return dataclasses.replace(
-            config,
-            seed=config.seed + seed,
-            data=dataclasses.replace(config.data, seed=config.data_seed),
-            optimizer=dataclasses.replace(config.optimizer, peak_lr=2.0 ** (rate * STEP)),
-        )
+        return grids.point(config, 2.0 ** (rate * STEP), config.seed + seed)
 
 
 def plan(config: Config, axis: str, sizes: Sequence[int], preset: PresetConfig, label: str) -> Study:
@@ -132,11 +128,15 @@ class Measured:
 
     def _curve_of(self, at: int) -> Curve:
         seeds = 1 + max((seed for _, _, seed in self.rows), default=-1)
-        tried = {rate for index, rate, _ in self.rows if index == at}
-        rates = sorted(r for r in tried if all((at, r, s) in self.rows for s in range(self.first)))
+        rates = self.rates_with(at, self.first)
         points = [[(at, r, s) for s in range(seeds)] for r in rates]
         losses = [[self.rows[point].loss if point in self.rows else math.nan for point in row] for row in points]
         return Curve(np.array(rates, float) * STEP, np.array(losses, float).reshape(len(rates), seeds), self._first(at))
+
+    def rates_with(self, at: int, seeds: int) -> list[float]:
+        """Return the rates of one size that are trained from each of the first seeds, increasing."""
+        tried = {rate for index, rate, _ in self.rows if index == at}
+        return sorted(rate for rate in tried if all((at, rate, seed) in self.rows for seed in range(seeds)))
 
     @property
     def curves(self) -> list[Curve]:

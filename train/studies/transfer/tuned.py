@@ -15,7 +15,8 @@ from mupax.presets import PRESETS
 from mupax.presets.tuned import find
 from mupax.train.config.preset import preset_of
 from mupax.train.config.run import Config
-from mupax.train.studies.transfer.drift import Analysis, finite
+from mupax.train.studies.report import finite
+from mupax.train.studies.transfer.drift import Analysis
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.transfer.study import Measured
 from mupax.zoo.configs import ConfigError

@@ -18,7 +18,6 @@ from mupax.train.config.run import Config
 from mupax.zoo.configs import ConfigError
 
 if TYPE_CHECKING:
-    from mupax.train.studies.sweep.rows import Row
     from mupax.train.studies.tune.over import Constant
     from mupax.train.studies.tune.search import Limits
 
@@ -120,7 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
     rows = [["constant", "flag", "from", "to", "start"]]
-    rows += [[c.word, f"--{c.flag}", f"{c.low:.4g}", f"{c.high:.4g}", f"{c.own:.4g}"] for c in constants]
+    rows += [[c.word, f"--{c.flag}", *c.cells()] for c in constants]
     print(terminal.table(rows))
     terminal.say(
         f"{args.points} points of {config.steps} steps, {args.batch} at once, 1 to {args.seeds} seeds each, then {args.confirm} "
@@ -131,34 +130,21 @@ def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
 
 
 def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: str) -> int:
-    from mupax.train.parallel.processes import StopRequest
+    from mupax.train.studies.report import write_json
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import report
-    from mupax.train.studies.tune.report import LiveTable
     from mupax.train.studies.tune.search import Search, measure
 
     folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")
     search = Search(config, constants, args.limits)
-    metric = "training loss" if args.no_eval else "evaluation loss"
-    with terminal.lasting(), StopRequest() as stop:
-        engine = sweep.Sweep(
-            folder,
-            how=args.how,
-            evaluated=not args.no_eval,
-            stop=lambda: stop.received is not None,
-            saving=stop.deferring,
-        )
-        try:
-            with LiveTable(terminal.console(), search, metric, _value) as board:
-                measure(search, lambda configs: engine.run(configs, board), board.round)
-        except sweep.Stopped:
-            name = stop.received.name if stop.received else "a signal"
-            terminal.say(f"stopped by {name}; what was in training is saved, and the same command goes on")
-            return stop.exit_code
+    table = report.SearchTable(terminal.console(), search, evaluated=not args.no_eval)
+    with sweep.engine(folder, args.how, evaluated=not args.no_eval) as engine, table:
+        measure(search, lambda configs: engine.run(configs, table), table.round)
     content = report.summary(search, command)
-    path = Path(args.json) if args.json else folder / "tune.json"
-    picture = report.write(folder, path, search, content)
-    print(report.told(content, metric))
+    path = write_json(args.json or folder / "tune.json", content)
+    picture = folder / "tune.png"
+    report.draw(picture, search, [constant["importance"] for constant in content["constants"]])
+    report.report_of(content, table.metric).show()
     terminal.say(f"record in {path}, picture in {picture}")
     if args.save_tuned:
         from mupax.train.studies.transfer import tuned
@@ -166,7 +152,3 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
         saved, word = report.save(args.save_tuned, search, content, command)
         terminal.say(tuned.saved_message(saved, word))
     return 0
-
-
-def _value(row: Row) -> float:
-    return row.loss if row.eval_loss is None else row.eval_loss

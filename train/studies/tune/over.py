@@ -92,6 +92,10 @@ class Constant:
         number = 1 - (1 - self.own) * factor if self.near_one else self._reference * factor
         return float(round(number)) if self.flag.rpartition(".")[2] in _WHOLE else float(f"{number:.6g}")
 
+    def cells(self) -> list[str]:
+        """Return the ends of the range and the run's own value, as tables show them."""
+        return [f"{number:.4g}" for number in (self.low, self.high, self.own)]
+
     @property
     def _reference(self) -> float:
         return self.own or self.low * 2.0 ** (-1 / STEPS)  # so that no step of the range is 0

@@ -54,13 +54,12 @@ class Elimination:
         return int(np.argmin(np.where(np.isfinite(self.means), self.means, np.inf)))
 
 
-def race(losses: np.ndarray, looks: int, error: float = ERROR) -> Elimination:
+def race(losses: np.ndarray, looks: int) -> Elimination:
     """How points stand after the seeds that they have.
 
     Args:
         losses: float [P, S], inf where it diverged, nan where it was not trained; a point's seeds are the first ones.
         looks: comparisons that one point can meet in the whole search: most points times most seeds.
-        error: share of searches in which the best point may be dropped.
     """
     trained, finite = ~np.isnan(losses), np.isfinite(losses)
     diverged = np.any(trained & ~finite, axis=1)
@@ -73,7 +72,7 @@ def race(losses: np.ndarray, looks: int, error: float = ERROR) -> Elimination:
         better = several[np.argsort(means[several], kind="stable")[: max(LEAST, math.ceil(len(several) / 2))]]
         _, sigma, freedom = _additive(losses[better], used[better])
     means = np.where(diverged, np.inf, means)
-    critical = math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - error / looks)) if freedom else math.inf
+    critical = math.sqrt(2) * sigma * float(stdtrit(freedom, 1 - ERROR / looks)) if freedom else math.inf
     dropped = np.where(diverged, np.arange(len(losses)), -1)
     if freedom:
         pairs = used[:, None] & used[None]  # [P, P, S]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,19 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from scipy.special import stdtrit
 
-from mupax import disk
-from mupax.terminal import command, table, wrapped
 from mupax.train.config import record
 from mupax.train.config.run import Config
 from mupax.train.run.report.plotting import BLUE, GREY, INK, ORANGE
+from mupax.train.studies.report import Report, Section, Step, finite
 from mupax.train.studies.sweep.rows import Row
-from mupax.train.studies.sweep.table import Table
+from mupax.train.studies.sweep.table import LiveTable
 from mupax.train.studies.transfer import tuned
-from mupax.train.studies.transfer.drift import CONFIDENCE, finite
+from mupax.train.studies.transfer.drift import CONFIDENCE
 from mupax.train.studies.transfer.report import provenance
 from mupax.train.studies.tune import surrogate
 from mupax.train.studies.tune.over import STEPS
 from mupax.train.studies.tune.race import ERROR
-from mupax.train.studies.tune.search import FRESH, Run, Search
+from mupax.train.studies.tune.search import Run, Search
 
 TOP = 0.9
 """Share of the points, the best ones, that a picture's axis of losses shows; the others lie on its upper edge."""
@@ -34,23 +32,22 @@ ACROSS = 4
 """Panels side by side."""
 
 
-class LiveTable(Table):
+class SearchTable(LiveTable):
     """Live table of a search while entered; a line per finished run where the terminal cannot draw.
 
     Args:
         console: where.
         search: what it shows.
-        metric: what a loss is, such as "training loss".
-        value: of a row, that number.
+        evaluated: whether losses are those of an evaluation.
     """
 
-    def __init__(self, console: Console, search: Search, metric: str, value: Callable[[Row], float]) -> None:
+    def __init__(self, console: Console, search: Search, *, evaluated: bool) -> None:
         self._search = search  # which `table` shows from the first
-        super().__init__(console, [], metric, value)
+        super().__init__(console, [], evaluated=evaluated)
 
     def __exit__(self, *error: object) -> None:
-        """Leave the table out where the search ended: `told` prints the constants below its answer."""
-        self._live.stop()
+        """Leave the table out where the search ended: the report has the constants below its answer."""
+        super().__exit__(*error)
         if error[0] is not None and self._search.rows:
             self.note(self.heading())
             self._console.print(self.table())
@@ -91,8 +88,7 @@ class LiveTable(Table):
         for column in ("from", "to", "start", "best"):
             table.add_column(column, justify="right")
         for constant, step in zip(search.constants, search.winner, strict=True):
-            numbers = (constant.low, constant.high, constant.own, constant.value(step))
-            table.add_row(constant.word, *(f"{number:.4g}" for number in numbers))
+            table.add_row(constant.word, *constant.cells(), f"{constant.value(step):.4g}")
         return table
 
 
@@ -107,7 +103,7 @@ def summary(search: Search, command: str) -> dict[str, Any]:
     shares = surrogate.importance(search.constants, points, standing.means)
     winner, difference = search.winner, search.difference()
     fresh = {
-        name: [_loss(search, point, seed) for seed in range(FRESH, FRESH + search.limits.confirm)]
+        name: [finite(loss) for loss in search.losses_of(point, search.fresh_seeds)]
         for name, point in (("winner", winner), ("start", search.start))
     }
     runs = int((~np.isnan(losses)).sum())
@@ -122,19 +118,19 @@ def summary(search: Search, command: str) -> dict[str, Any]:
             }
             for c, step, share in zip(search.constants, winner, shares, strict=True)
         ],
-        "noise": {"sigma": finite(standing.sigma), "freedom": standing.freedom, "error": ERROR},
+        "noise": {"sigma": finite(standing.sigma, 6), "freedom": standing.freedom, "error": ERROR},
         "runs": runs,
         "runs_without_dropping": len(points) * search.limits.seeds,
         "runs_of_an_octave_grid": math.prod(octaves) * search.limits.seeds,
         "train_seconds": round(search.seconds, 1),
-        "winner": _command(search, winner),
+        "winner": record.command_of(search.config_of((winner, 0))),
         "fresh_seeds": fresh,
         "winner_less_start": None if difference is None else difference.to_json(),
         "points": [
             {
                 "values": [c.value(step) for c, step in zip(search.constants, point, strict=True)],
-                "losses": [None if math.isinf(x) else float(x) for x in each if not math.isnan(x)],
-                "mean": finite(mean),
+                "losses": [finite(x) for x in each.tolist() if not math.isnan(x)],
+                "mean": finite(mean, 6),
                 "worse_than": int(other) if other >= 0 else None,
             }
             for point, each, mean, other in zip(points, losses, standing.means, standing.dropped, strict=True)
@@ -143,30 +139,26 @@ def summary(search: Search, command: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def told(content: dict[str, Any], metric: str) -> str:
-    """Return the result in lines: the answer, what to type next, the constants, and how they were found.
-
-    No line but a command is wider than the terminal.
+def report_of(content: dict[str, Any], metric: str) -> Report:
+    """Return the answer, what to type next, the constants with the most important first, and how they were found.
 
     Args:
         content: of `summary`.
         metric: what a loss is.
     """
+    steps = [] if _start_is_best(content) else [Step("Next: train the best point", content["winner"])]
+    rows = [["constant", "from", "to", "start", "best", "importance"]]
+    for constant in sorted(content["constants"], key=lambda constant: -constant["importance"]):
+        numbers = [f"{constant[name]:.4g}" for name in ("low", "high", "start", "winner")]
+        rows.append([constant["word"], *numbers, f"{constant['importance']:.0%}"])
     noise = content["noise"]["sigma"]
-    lines = [wrapped(answer(content, metric))]
-    if not _start_is_best(content):
-        lines += ["Next: train the best point with", command(content["winner"])]
-    lines += [wrapped(line) for line in _ends(content)]
-    lines += ["", table(_constants(content), left=("constant",)), ""]
-    lines += [
-        wrapped(line)
-        for line in (
-            f"{len(content['points'])} points in {content['runs']} runs, {content['runs'] / content['runs_without_dropping']:.2f} "
-            f"of all seeds; ended: {content['stopped']}",
-            f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
-        )
+    lines = [
+        f"{len(content['points'])} points in {content['runs']} runs, {content['runs'] / content['runs_without_dropping']:.2f} "
+        f"of all seeds; ended: {content['stopped']}",
+        f"noise of a run beside its seed's: {'unknown' if noise is None else f'{noise:.4f}'}",
     ]
-    return "\n".join(lines)
+    table = Section(rows, lines=[*_ends(content), *lines], left=("constant",))
+    return Report([answer(content, metric)], steps, [table])
 
 
 def answer(content: dict[str, Any], metric: str) -> str:
@@ -212,31 +204,6 @@ def _fresh_seeds_to_decide(value: float, half: float, seeds: int) -> int:
         if float(stdtrit(count - 1, CONFIDENCE)) * deviation / math.sqrt(count) < abs(value):
             return count
     return 0
-
-
-def _constants(content: dict[str, Any]) -> list[list[str]]:
-    """Return the constants as a table, the most important first."""
-    rows = [["constant", "from", "to", "start", "best", "importance"]]
-    for constant in sorted(content["constants"], key=_by_importance):
-        numbers = [f"{constant[name]:.4g}" for name in ("low", "high", "start", "winner")]
-        rows.append([constant["word"], *numbers, f"{constant['importance']:.0%}"])
-    return rows
-
-
-def write(folder: Path, path: Path, search: Search, content: dict[str, Any]) -> Path:
-    """Write record and picture, and give the picture's path.
-
-    Args:
-        folder: for the picture.
-        path: of the record.
-        search: that is over.
-        content: its `summary`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    disk.write_whole(path, json.dumps(content, indent=1) + "\n")
-    picture = folder / "tune.png"
-    draw(picture, search, [constant["importance"] for constant in content["constants"]])
-    return picture
 
 
 def draw(path: Path, search: Search, shares: list[float]) -> None:
@@ -315,15 +282,6 @@ def save(name: str, search: Search, content: dict[str, Any], command: str) -> tu
     return tuned.write(name, config, config.optimizer.peak_lr, evidence, command)
 
 
-def _command(search: Search, point: Any) -> str:
-    return record.command_of(search.config_of((point, 0)))
-
-
-def _loss(search: Search, point: Any, seed: int) -> float | None:
-    row = search.rows.get((point, seed))
-    return None if row is None or row.diverged else row.loss if row.eval_loss is None else row.eval_loss
-
-
 def _ends(content: dict[str, Any]) -> list[str]:
     """A line where the winner has a number from the end of a range: the best may lie beyond."""
     ends = [
@@ -332,7 +290,3 @@ def _ends(content: dict[str, Any]) -> list[str]:
         if min(abs(math.log2(c["winner"] / c[end])) if c["winner"] > 0 else 1.0 for end in ("low", "high")) <= 2 / STEPS
     ]
     return [f"note: the best point is at the end of a range: {', '.join(ends)}; search a wider one"] if ends else []
-
-
-def _by_importance(constant: dict[str, Any]) -> float:
-    return -constant["importance"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from scipy.special import stdtrit
 
 from mupax.train.config.run import Config
+from mupax.train.studies.sweep import grids
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer.drift import Interval
 from mupax.train.studies.transfer.study import Runner
@@ -77,8 +77,7 @@ class Search:
         """The config of a run."""
         point, seed = run
         config = applied(self.config, self.constants, point)
-        data = dataclasses.replace(config.data, seed=config.data_seed)
-        return dataclasses.replace(config, seed=config.seed + seed, data=data)
+        return grids.point(config, config.optimizer.peak_lr, config.seed + seed)
 
     @property
     def start(self) -> Point:
@@ -93,8 +92,18 @@ class Search:
     @property
     def losses(self) -> np.ndarray:
         """Float [points, seeds]; inf where one diverged, nan where it was not trained."""
-        each = [[self._loss((point, seed)) for seed in range(self.limits.seeds)] for point in self.points]
+        each = [self.losses_of(point, range(self.limits.seeds)) for point in self.points]
         return np.array(each, float).reshape(len(self.points), self.limits.seeds)
+
+    def losses_of(self, point: Point, seeds: Iterable[int]) -> list[float]:
+        """Return a point's losses; inf where it diverged, nan where it was not trained."""
+        rows = [self.rows.get((point, seed)) for seed in seeds]
+        return [math.nan if row is None else math.inf if row.diverged else row.final_loss for row in rows]
+
+    @property
+    def fresh_seeds(self) -> range:
+        """Seeds on which the winner meets the start."""
+        return range(FRESH, FRESH + self.limits.confirm)
 
     def race(self) -> Elimination:
         """How the points stand."""
@@ -110,12 +119,10 @@ class Search:
 
     def difference(self) -> Interval | None:
         """Loss of the winner less that of the start on fresh seeds, with its 95 % interval; None before there are two."""
-        seeds = range(FRESH, FRESH + self.limits.confirm)
-        each = np.array([self._loss((self.winner, seed)) - self._loss((self.start, seed)) for seed in seeds])
-        if len(each) < 2 or not np.isfinite(each).all():
-            return None
-        half = float(stdtrit(len(each) - 1, 0.975) * each.std(ddof=1) / math.sqrt(len(each)))
-        return Interval(float(each.mean()), float(each.mean()) - half, float(each.mean()) + half)
+        winner, start = (np.array(self.losses_of(point, self.fresh_seeds)) for point in (self.winner, self.start))
+        with np.errstate(invalid="ignore"):  # two seeds that diverged
+            apart = winner - start
+        return Interval.of_mean(apart) if len(apart) > 1 and np.isfinite(apart).all() else None
 
     def next_runs(self) -> list[Run]:
         """Runs to train next; none when the search is over, and then `stopped` says why."""
@@ -126,7 +133,7 @@ class Search:
             self.stopped = f"the {self.limits.minutes:g} minutes would not hold another round"
             self.points = [point for point in self.points if (point, 0) in self.rows]
         pair = dict.fromkeys([self.winner, self.start])
-        fresh = range(FRESH, FRESH + self.limits.confirm) if len(pair) == 2 else ()
+        fresh = self.fresh_seeds if len(pair) == 2 else ()
         return [run for point in pair for seed in fresh if (run := (point, seed)) not in self.rows]
 
     def _next(self) -> list[Run]:
@@ -154,11 +161,6 @@ class Search:
             each = surrogate.spread(self.constants, tried - 1, count - len(first), self.limits.seed)
             return [point for point in dict.fromkeys(first + each) if point not in self.points]
         return surrogate.ask(self.constants, self.points, self.race().means, count, self.limits.seed)
-
-    def _loss(self, run: Run) -> float:
-        if (row := self.rows.get(run)) is None:
-            return math.nan
-        return math.inf if row.diverged else row.loss if row.eval_loss is None else row.eval_loss
 
 
 def measure(search: Search, run: Runner, watch: Callable[[Search, Sequence[Run]], None] = lambda *_: None) -> None:

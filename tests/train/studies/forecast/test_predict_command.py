@@ -21,7 +21,7 @@ from mupax.train.studies.forecast.record import ForecastError
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.sweep import key_of
 from mupax.train.studies.transfer import command as transfer_command
-from mupax.train.studies.transfer.flags import Transfer
+from mupax.train.studies.transfer.planned import Transfer
 from mupax.zoo import flops
 from mupax.zoo.configs import ConfigError
 

@@ -114,7 +114,7 @@ def swept(
     rows = [Row(str(i), "", loss, None, None, (), 4, 1.0, "in turn") for i, loss in enumerate(losses)]
     drawn: list[Any] = []
     save = Figure.savefig
-    monkeypatch.setattr(sweep, "run", lambda configs, *_, **__: rows[: len(configs)])
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: rows[: len(configs)])
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k)))
     words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", lr, "--out", str(folder), *more]
     return main(words), drawn
@@ -152,7 +152,7 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
     """Training losses fall with the rate, as the examples are learned by heart; the other ones have a minimum."""
     evaluated = [2.960, 2.799, 2.725, 2.758, 2.885]
     rows = [Row(str(i), "", 0.1**i, loss, None, (), 4, 1.0, "in turn") for i, loss in enumerate(evaluated)]
-    monkeypatch.setattr(sweep, "run", lambda configs, *_, **__: rows)
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self, configs, *_: rows)
     path = tmp_path / "mup.mine.json"
     words = [
         *COMMAND.split(),
@@ -174,6 +174,24 @@ def test_where_examples_repeat_the_best_rate_is_that_of_evaluation(
     assert "of evaluation loss: 2^-8 2.9600" in find.described(saved)
     assert main(["sweep", *words, "--judge", "evaluation", "--no-eval"]) == 2
     assert "--judge evaluation needs what --no-eval leaves out" in capsys.readouterr().err
+
+
+def test_without_evaluation_the_table_has_training_losses_though_an_earlier_sweep_evaluated(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row(str(i), "", 3.25 + i, 2.75 + i, None, (), 4, 1.0, "in turn") for i in range(2)]
+
+    def run(self: sweep.Sweep, configs: list[Any], watcher: sweep.SweepCallback) -> list[Row]:
+        watcher.begin(configs, dict(enumerate(rows)))
+        return rows
+
+    monkeypatch.setattr(sweep.Sweep, "run", run)
+    words = ["sweep", *COMMAND.split(), "--data.name", text, "--lr", "2^-8:2^-7:2", "--out", str(tmp_path)]
+    for flags, shown, hidden in (([], "2.7500", "3.2500"), (["--no-eval"], "3.2500", "2.7500")):
+        assert main([*words, *flags]) == 0
+        out = capsys.readouterr().out
+        assert shown in out
+        assert hidden not in out
 
 
 @pytest.mark.parametrize(
@@ -235,7 +253,7 @@ def test_a_long_warm_up_is_saved_with_a_caution(
 def test_a_tuned_preset_of_several_choices_is_refused_before_training(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sweep, "run", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr(sweep.Sweep, "run", lambda *_: pytest.fail("trained"))
     words = f"sweep {COMMAND} --data.name {text} --lr 2^-8:2^-4:5 --vary preset.gamma0=0.5,1 --save-tuned mine"
     assert main([*words.split(), "--out", str(tmp_path)]) == 2
     assert "--save-tuned mine: the sweep varied more than rate, seed and size" in capsys.readouterr().err

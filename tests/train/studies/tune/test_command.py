@@ -17,7 +17,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import Program
 from mupax.train.studies.sweep import sweep
 from mupax.train.studies.tune import over
-from mupax.train.studies.tune.report import LiveTable
+from mupax.train.studies.tune.report import SearchTable
 from mupax.train.studies.tune.search import Limits, Search
 from tests.train.studies.sweep.test_sweep import COMMAND, text
 
@@ -57,7 +57,7 @@ def test_a_search_compiles_once_confirms_its_winner_and_saves_it(
     )
     assert "on 2 fresh seeds" in lines[answer]
     assert lines[answer + 1].startswith("Next: ")
-    assert any(line.startswith("constant") for line in lines[answer + 2 :])
+    assert any(line.startswith(" constant") for line in lines[answer + 2 :])
     record = json.loads((tmp_path / "out" / "tune.json").read_text())
     assert len(record["points"]) == 9
     assert record["points"][0]["values"] == [constant["start"] for constant in record["constants"]]
@@ -88,7 +88,7 @@ def test_the_table_fits_eighty_columns() -> None:
     words = ["lr", "block.attention_out.multiplier=0.001234567:8"]
     search = Search(config, over.parse(words, config), Limits())
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(LiveTable(console, search, "evaluation loss", lambda row: row.loss).table())
+    console.print(SearchTable(console, search, evaluated=True).table())
     lines = console.export_text().splitlines()
     assert len(lines) == 3
     assert max(map(len, lines)) <= 80

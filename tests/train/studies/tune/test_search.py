@@ -107,7 +107,7 @@ def test_what_is_worse_by_more_than_the_noise_gets_no_further_seeds(done: tuple[
     ],
 )
 def test_a_search_without_a_valley_says_what_it_is(
-    loss: Callable[[Config], float], message: str, tmp_path: Path
+    loss: Callable[[Config], float], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     search = Search(LM, over.parse(["lr"], LM), Limits(points=6, batch=3))
 
@@ -117,8 +117,9 @@ def test_a_search_without_a_valley_says_what_it_is(
 
     measure(search, run)
     summary = report.summary(search, "a command")
-    report.write(tmp_path, tmp_path / "tune.json", search, summary)
-    assert message in report.told(summary, "training loss")
+    report.draw(tmp_path / "tune.png", search, [constant["importance"] for constant in summary["constants"]])
+    report.report_of(summary, "training loss").show()
+    assert message in capsys.readouterr().out
     assert (summary["constants"][0]["importance"] == 0) == ("nothing better" in message)
 
 

@@ -1,0 +1,153 @@
+"""Report of a study: its answer, what to type next, then tables; on the terminal, as JSON and as a page of HTML."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import html
+import json
+import math
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mupax import disk, terminal
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem } img { max-width: 100% }
+table { border-collapse: collapse; margin: .5rem 0 } td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #ddd }
+td:last-child { text-align: left } code, pre { background: #f5f5f5; padding: .1rem .3rem }
+pre { padding: .6rem; overflow-x: auto } .transfers { color: #00704a } .drifts { color: #b00020 } .undecided { color: #8a6100 }
+.answer { font-size: 1.2rem; font-weight: 600 }
+"""
+
+
+class Step(NamedTuple):
+    """A sentence on what to do next, and the command that does it; the command is empty where none can be written."""
+
+    sentence: str
+    command: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table with its title and what is said of it.
+
+    Attributes:
+        rows: cells, the head first.
+        title: line above the table.
+        lines: sentences below the table.
+        left: heads of the columns that align left; all unless given.
+        picture: PNG that a page shows above the table.
+        verdict: word by which a page colours the first of the lines.
+    """
+
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    lines: Sequence[str] = ()
+    left: Collection[str] | None = None
+    picture: Path | None = None
+    verdict: str = ""
+
+    def show(self) -> None:
+        """Print title, table and lines."""
+        if self.title:
+            terminal.say(self.title)
+        print(terminal.table(self.rows, left=self.left, indent=1))
+        for line in self.lines:
+            terminal.say(f"  {line}")
+
+    def html(self) -> str:
+        """Return the section as a part of a page."""
+        parts = [f"<h2>{html.escape(self.title)}</h2>"]
+        if self.picture is not None:
+            picture = base64.b64encode(self.picture.read_bytes()).decode()
+            parts.append(f'<img alt="{html.escape(self.title)}" src="data:image/png;base64,{picture}">')
+        parts.append(html_table(self.rows))
+        for line in self.lines[:1]:
+            parts.append(f'<p class="{self.verdict}"><b>{html.escape(line)}</b></p>')
+        parts += [f"<p>{html.escape(line)}</p>" for line in self.lines[1:]]
+        return "".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Report of a study.
+
+    Attributes:
+        answers: what the study says, a paragraph each.
+        steps: what to type next.
+        sections: tables, after the answers.
+        remarks: sentences below the tables.
+    """
+
+    answers: Sequence[str]
+    steps: Sequence[Step] = ()
+    sections: Sequence[Section] = ()
+    remarks: Sequence[str] = ()
+
+    def show(self) -> None:
+        """Print the report, no line wider than the terminal but commands to copy."""
+        for answer in self.answers:
+            terminal.say(answer)
+        for sentence, command in self.steps:
+            terminal.say(f"{sentence}:" if command else sentence)
+            if command:
+                print(terminal.command(command))
+        for section in self.sections:
+            print()
+            section.show()
+        if self.remarks:
+            print()
+        for remark in self.remarks:
+            terminal.say(remark)
+
+    def write_page(self, path: Path, title: str, command: str, facts: Iterable[tuple[str, Any]]) -> None:
+        """Write one page of HTML that opens without a server or a network.
+
+        Args:
+            path: of the page.
+            title: above the answers.
+            command: that made the report.
+            facts: name and value of what else the numbers come from.
+        """
+        body = [f"<h1>{html.escape(title)}</h1>"]
+        body += [f'<p class="answer">{html.escape(answer)}</p>' for answer in self.answers]
+        for sentence, next_command in self.steps:
+            body.append(f"<p>{html.escape(sentence)}</p>")
+            if next_command:
+                body.append(f"<pre>{html.escape(next_command)}</pre>")
+        body += [section.html() for section in self.sections]
+        body += [f"<p>{html.escape(remark)}</p>" for remark in self.remarks]
+        body += ["<h2>How it was made</h2>", f"<pre>{html.escape(command)}</pre>", html_table(facts)]
+        head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{_STYLE}</style>"
+        text = f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
+        # A path in the command may be any bytes.
+        disk.write_whole(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def html_table(rows: Iterable[Iterable[Any]]) -> str:
+    """Return rows of cells as a table of HTML."""
+    lines = ("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def write_json(path: Path | str, content: Any) -> Path:
+    """Write plain values as JSON into a folder that is made where it is missing, and return the path."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    disk.write_whole(path, json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def finite(value: float, digits: int | None = None) -> float | None:
+    """Return the value as JSON has it, rounded where digits are given, or None where it is not finite.
+
+    Args:
+        value: any number.
+        digits: after the point.
+    """
+    if not math.isfinite(value):
+        return None
+    return value if digits is None else round(float(value), digits)
