@@ -113,17 +113,12 @@ def of(
     # say what follows from it. It aligns slowly, and what reaches the stream through attention starts small: changes may
     # be anywhere from a whole N^1/2 less to what theory says in the end.
     lost = (limit.aligned - limit.n / 2) / limit.n if limit.n else 0.0
-    first_gradient, early = (
-        _slopes(slower, first, Limit(slower, family, limit.growth, tied=tied, part=part), aligned=False)
-        for slower in (dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -x) for x in (lost, 0.5))
-    )
-    slowest = Limit(
-        dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -lost),
-        family,
-        limit.growth,
-        tied=tied,
-        part=part,
-    )
+    n = axis("head_dim")
+    at_first = preset.with_logits(preset.logits * n**-lost)
+    slowest = Limit(at_first, family, limit.growth, tied=tied, part=part)
+    first_gradient = _slopes(at_first, first, slowest, aligned=False)
+    slower = preset.with_logits(preset.logits * n**-0.5)
+    early = _slopes(slower, first, Limit(slower, family, limit.growth, tied=tied, part=part), aligned=False)
     through_logits = _through_logits(slowest, growth(first.sizes, last.sizes)[1])
     worst = max((slope for (_, step), slope in late.items() if step > 0 and slope > _GROWS), default=0.0)
     allowed = {} if strict else _allowed(f"{family} {_grown_size(exponents, encoded)}", explodes=worst > 0, tied=tied)
@@ -240,12 +235,12 @@ def _grown_size(exponents: Mapping[str, float], encoded: bool) -> str:
 
 def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> list[float]:
     """Exponents of what moves the (decoder's) stream's input: tables, the patches' matrix and its bias."""
-    of_weights = groups.slopes(preset, definition.specs, limit)
-    labels = groups.labels(definition.specs)
-    names = (
-        labels[name] for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
-    )
-    return [of_weights[f"movement/{name}", 1] for name in names if (f"movement/{name}", 1) in of_weights]
+    # Of these parameters alone: the slopes of all others would be worked out for nothing.
+    specs = {
+        name: spec for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
+    }
+    of_weights = groups.slopes(preset, specs, limit)
+    return [slope for (name, _), slope in of_weights.items() if name.startswith("movement/")]
 
 
 def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
