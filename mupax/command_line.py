@@ -468,7 +468,7 @@ def _with_values(owner: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
 
 def _has_positional(command: type) -> bool:
     """Return whether a word without a flag before it can be a value of a command."""
-    hints = get_type_hints(command, include_extras=True)
+    hints = _type_hints(command)
     return any("Positional" in map(str, getattr(hint, "__metadata__", ())) for hint in hints.values())
 
 
@@ -479,7 +479,7 @@ def words_of(prog: str, command: Any) -> list[str]:
         prog: what stands before the flags.
         command: instance of a dataclass of flags; flags at their defaults are left out.
     """
-    hints = get_type_hints(type(command), include_extras=True)
+    hints = _type_hints(type(command))
     positional: list[str] = []
     flag_words: list[str] = []
     for field in dataclasses.fields(command):

@@ -98,7 +98,6 @@ class Power:
 
     def growth(self, axes: Mapping[str, float]) -> float:
         """The exponent of t as t -> infinity where each axis grows as t ** axes[axis] and the others stay."""
-
         clipped: float = 0
         for inner, power in self.clips:
             clipped += power * min(0.0, _slope(inner, axes))
