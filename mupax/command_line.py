@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import os
@@ -17,12 +18,15 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from types import UnionType
 from typing import (
     Annotated,
     Any,
+    Literal,
     NamedTuple,
     Protocol,
     TypeVar,
+    Union,
     get_args,
     get_origin,
     get_type_hints,
@@ -146,6 +150,10 @@ def parse_known(
         UsageError: a flag that is missing, or a value of the wrong kind.
         MupaxError: of the command's own, where values do not fit together.
     """
+    if default is not None:
+        plain = _read_plain_words(default, argv)
+        if plain is not None:
+            return plain, []
     message, helptext = io.StringIO(), _Held()
     start: dict[str, Any] = {} if default is None else {"default": default}
 
@@ -294,17 +302,27 @@ def flags(owner: Any) -> list[str]:
 
 
 class FlagField(NamedTuple):
-    """A field of a command."""
+    """A field of a command: its flags as they are written, its type with all annotations, and where the command has it."""
 
     names: list[str]
     """Its flags as they are written, its own name before aliases."""
     hint: Any
-    """Its type with all annotations."""
+    path: tuple[str, ...]
+    default: Any
+    """Value of an instance's field; None for a class."""
+    is_pair: bool
+    """The last of the names sets False."""
 
 
-def flag_fields(owner: Any, prefix: str = "") -> Iterator[FlagField]:
+@functools.cache
+def _type_hints(owner: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, with all annotations."""
+    return get_type_hints(owner, include_extras=True)
+
+
+def flag_fields(owner: Any, prefix: str = "", path: tuple[str, ...] = ()) -> Iterator[FlagField]:
     """Yield the fields of a command that are flags, as `flags` takes the command."""
-    hints = get_type_hints(owner if isinstance(owner, type) else type(owner), include_extras=True)
+    hints = _type_hints(owner if isinstance(owner, type) else type(owner))
     for field in dataclasses.fields(owner):
         hint = hints[field.name]
         metadata = getattr(hint, "__metadata__", ())
@@ -315,21 +333,137 @@ def flag_fields(owner: Any, prefix: str = "") -> Iterator[FlagField]:
             continue
         if dataclasses.is_dataclass(value):
             bare = "OmitArgPrefixes" in marks or any(getattr(each, "name", None) == "" for each in metadata)
-            yield from flag_fields(value, prefix if bare else f"{prefix}{word}.")
+            yield from flag_fields(value, prefix if bare else f"{prefix}{word}.", (*path, field.name))
             continue
         names = [f"--{prefix}{word}"]
         for mark in metadata:
             if name := getattr(mark, "name", None):
                 names[0] = f"--{prefix}{name}"
             names += getattr(mark, "aliases", None) or ()
-        if isinstance(value, bool) and "FlagCreatePairsOff" not in marks:
+        is_pair = isinstance(value, bool) and "FlagCreatePairsOff" not in marks
+        if is_pair:
             names.append(f"--{prefix}no-{word}")
-        yield FlagField(names, hint)
+        yield FlagField(names, hint, (*path, field.name), value, is_pair)
+
+
+NEGATIVE = re.compile(r"-(\d+|\d*\.\d+)")
+"""A number that may follow a flag though it begins with a dash."""
+_READ_BY_TYRO = frozenset(("UseAppendAction", "UseCounterAction", "Fixed"))
+"""Marks of flags whose values are more than one word's."""
+
+
+def _read_plain_words(command: T, argv: Sequence[str]) -> T | None:
+    """Return the command with its flags as `argv` has them; None where tyro has to read the words.
+
+    tyro builds a parser for every field, which takes 0.4 s for a recipe, and forgets it. A line of known flags, each with
+    a value of its type, needs none of that. tyro reads every other line, so that help and messages are its own.
+
+    Args:
+        command: the values that flags change.
+        argv: words of the command line.
+    """
+    by_name = {name: field for field in flag_fields(command) for name in field.names}
+    values: dict[tuple[str, ...], Any] = {}
+    words = list(argv)
+    try:
+        while words:
+            flag, equals, text = words.pop(0).partition("=")
+            field = by_name[flag]
+            if field.path in values:
+                return None
+            if isinstance(field.default, bool):
+                values[field.path] = _plain_switch(field, flag, equals)
+                continue
+            texts = [text] if equals else _values_of_flag(field, words)
+            values[field.path] = _plain_value(field.hint, texts)
+        return _with_values(command, values)
+    except (KeyError, ValueError, MupaxError):  # tyro says what is wrong
+        return None
+
+
+def _plain_switch(field: FlagField, flag: str, equals: str) -> bool:
+    """Return the value that a switch's flag sets.
+
+    Raises:
+        ValueError: tyro has to read the flag.
+    """
+    if equals or not (field.is_pair or field.default is False):
+        raise ValueError(flag)
+    return not (field.is_pair and flag == field.names[-1])
+
+
+def _values_of_flag(field: FlagField, words: list[str]) -> list[str]:
+    """Take a flag's values off the front of the words that follow the flag."""
+    values: list[str] = []
+    several = get_origin(_bare(field.hint)) is tuple
+    while words and (several or not values):
+        if words[0].startswith("-") and not NEGATIVE.fullmatch(words[0]):
+            break
+        values.append(words.pop(0))
+    return values
+
+
+def _bare(hint: Any) -> Any:
+    """Return a type without its annotations."""
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def _plain_value(hint: Any, texts: Sequence[str]) -> Any:
+    """Return the value of a field of a plain type.
+
+    Args:
+        hint: type of the field.
+        texts: the words behind the flag.
+
+    Raises:
+        ValueError: tyro has to read the words: the type is not plain, or they are not of the type.
+    """
+    for mark in getattr(hint, "__metadata__", ()):
+        own_constructor = isinstance(mark, PrimitiveConstructorSpec) or getattr(mark, "constructor_factory", None)
+        if own_constructor or str(mark) in _READ_BY_TYRO:
+            raise ValueError(hint)
+    bare = _bare(hint)
+    if not all(texts) or not texts:
+        raise ValueError(texts)
+    if get_origin(bare) is tuple:
+        element, *rest = get_args(bare)
+        if rest != [...]:
+            raise ValueError(hint)
+        return tuple(_plain_word(element, text) for text in texts)
+    (text,) = texts
+    return _plain_word(bare, text)
+
+
+def _plain_word(hint: Any, text: str) -> Any:
+    """Return one word as a number, a text or a choice; raises as `_plain_value`."""
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    (kind,) = (option for option in options if option is not type(None))
+    if text == "None" and (kind is str or len(options) > 1):
+        if kind is str:
+            raise ValueError(text)  # a text, or none
+        return None
+    if kind in (int, float, str):
+        return kind(text)
+    if get_origin(kind) is Literal and text in get_args(kind):
+        return text
+    raise ValueError(hint)
+
+
+def _with_values(owner: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    """Return a dataclass with other values of its fields and of those of the dataclasses in it, which are checked as always."""
+    changed: dict[str, Any] = {path[0]: value for path, value in values.items() if len(path) == 1}
+    inner: dict[str, dict[tuple[str, ...], Any]] = {}
+    for (name, *rest), value in values.items():
+        if rest:
+            inner.setdefault(name, {})[tuple(rest)] = value
+    for name, own in inner.items():
+        changed[name] = _with_values(getattr(owner, name), own)
+    return dataclasses.replace(owner, **changed)
 
 
 def _has_positional(command: type) -> bool:
     """Return whether a word without a flag before it can be a value of a command."""
-    hints = get_type_hints(command, include_extras=True)
+    hints = _type_hints(command)
     return any("Positional" in map(str, getattr(hint, "__metadata__", ())) for hint in hints.values())
 
 
@@ -340,7 +474,7 @@ def words_of(prog: str, command: Any) -> list[str]:
         prog: what stands before the flags.
         command: instance of a dataclass of flags; flags at their defaults are left out.
     """
-    hints = get_type_hints(type(command), include_extras=True)
+    hints = _type_hints(type(command))
     positional: list[str] = []
     flag_words: list[str] = []
     for field in dataclasses.fields(command):

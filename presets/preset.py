@@ -246,6 +246,12 @@ class Preset:
             return self.residual(sizes[stack.axis], layer, branch, stack.branches)
         return 1.0, self.branch.renamed(OWN.axis, stack.axis)(self.ratios(sizes), self.base)
 
+    def with_logits(self, logits: Power) -> Preset:
+        """Return the same table with another scale of attention logits."""
+        preset = dataclasses.replace(self, logits=logits)
+        preset._rows.update(self._rows)  # no row depends on this scale
+        return preset
+
     def with_form(self, form: Form) -> Preset:
         """The same training with multipliers in another place; raises PresetError where no form has this name."""
         if form not in FORMS:

@@ -64,6 +64,8 @@ class Power:
     def __mul__(self, other: Power | float) -> Power:
         if not isinstance(other, Power):
             return Power(self.coefficient * other, self.exponents, self.clips)
+        if not (other.exponents or other.clips):
+            return Power(self.coefficient * other.coefficient, self.exponents, self.clips)
         return Power(
             self.coefficient * other.coefficient,
             _collected(self.exponents + other.exponents),
@@ -96,11 +98,10 @@ class Power:
 
     def growth(self, axes: Mapping[str, float]) -> float:
         """The exponent of t as t -> infinity where each axis grows as t ** axes[axis] and the others stay."""
-
-        def slope(exponents: Exponents) -> float:
-            return sum(e * axes.get(axis, 0.0) for axis, e in exponents)
-
-        return slope(self.exponents) + sum(power * min(0.0, slope(inner)) for inner, power in self.clips)
+        clipped: float = 0
+        for inner, power in self.clips:
+            clipped += power * min(0.0, _slope(inner, axes))
+        return _slope(self.exponents, axes) + clipped
 
     def __call__(self, ratios: Mapping[str, float], base: Mapping[str, float] | None = None) -> float:
         """The value at m_axis = ratios[axis]. Exactly the coefficient where every ratio is 1.
@@ -143,6 +144,14 @@ def _ratio(axis: str, ratios: Mapping[str, float]) -> float:
     if axis not in ratios:
         raise PresetError(f"the rule needs the size of axis {axis!r}; the sizes given are {dict(ratios)}")
     return ratios[axis]
+
+
+def _slope(exponents: Exponents, axes: Mapping[str, float]) -> float:
+    """Return the exponent of a product of axes, each of which grows as `axes` says."""
+    total: float = 0
+    for axis, exponent in exponents:
+        total += exponent * axes.get(axis, 0.0)
+    return total
 
 
 def _text(exponents: Exponents) -> str:

@@ -9,6 +9,7 @@ Heads, logits and depth after Bordelon et al. 2024 (2405.15712) and Tensor Progr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -90,6 +91,12 @@ class Limit:
         """
         fan_in, fan_out = self.fan_in[name], self.fan_out[name]
         return self.weight(name) + max(fan_in, fan_out) / 2 + (fan_in - fan_out) / 2 + change
+
+    @functools.cached_property
+    def effective_gradient(self) -> dict[str, float]:
+        """Gradients of the effective weights (multiplier times stored weight), at unit gradient of the output."""
+        multipliers = {name: self.x(self.rows[name].multiplier) for name in self.gradient}
+        return {name: x - multipliers[name] for name, x in self.gradient.items()}
 
     def _initialize(self, preset: Preset) -> None:
         self.q, self.k, self.v = (self.random(name) for name in ("query", "key", "value"))

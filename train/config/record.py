@@ -410,9 +410,16 @@ def text_of(value: Any) -> str:
     return " ".join(map(str, value)) or "nothing" if isinstance(value, list) else str(value)
 
 
+@functools.cache
+def _type_hints(owner: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields, whose texts Python would compile anew for every config."""
+    return get_type_hints(owner)
+
+
 def _make(owner: type[T], prefix: str, fields: Mapping[str, Any]) -> T:
     names = [field.name for field in dataclasses.fields(owner)]  # pyright: ignore[reportArgumentType]
-    values, hints = _object(prefix.rstrip(".") or "the config", fields), get_type_hints(owner)
+    values = _object(prefix.rstrip(".") or "the config", fields)
+    hints = _type_hints(owner)
     for name, value in values.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]

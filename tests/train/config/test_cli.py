@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 
 import pytest
 
@@ -272,3 +273,37 @@ def test_no_words_at_all_list_commands_or_recipes(words: list[str], capsys: Capt
     overview = capsys.readouterr().out
     assert main(words) == 0
     assert capsys.readouterr() == (overview, "")
+
+
+PLAIN_WORDS = (
+    "--steps 7 --optimizer.peak-lr 2e-3 --optimizer.b1=0.5 --data.name text:here --mesh.data -1 --model.compute.layers scan "
+    "--optimizer.clip-norm None --model.window 5 --optimizer.schedule constant --model.bias --model.no-norm-gain --preset sp "
+    "--freeze token_embedding norm_gain --dry-run --log.no-samples"
+)
+
+
+def test_plain_words_are_read_as_tyro_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And without it: it builds a parser of all flags, which takes most of the time that a command line takes."""
+    start = Command(config=RECIPES["lm-tiny"]())
+    words = PLAIN_WORDS.split()
+    with monkeypatch.context() as patch:
+        patch.delattr(command_line.tyro, "cli")
+        plain, rest = command_line.parse_known(Command, "x", words, start)
+    assert not rest
+    assert plain != start
+    monkeypatch.setattr(command_line, "_read_plain_words", lambda command, argv: None)
+    assert command_line.parse_known(Command, "x", words, start) == (plain, [])
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--steps 1.5", "--steps", "--steps 1 --steps 2", "--stepz 1", "lm-tiny", "--help", "--data.name -x", "--data.augment=1",
+     "--model.activation tanh", "--resume-from best", "--data.tokenizer None", "--model.width 3", "--freeze", "--freeze ''"],
+)  # fmt: skip
+def test_control_tyro_reads_all_other_words(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cli_of_tyro(*arguments: object, **options: object) -> None:
+        raise RecursionError
+
+    monkeypatch.setattr(command_line.tyro, "cli", cli_of_tyro)
+    with pytest.raises(RecursionError):
+        command_line.parse_known(Command, "x", shlex.split(words), Command(config=RECIPES["lm-tiny"]()))

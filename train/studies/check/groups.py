@@ -145,7 +145,10 @@ def wrong_base(
     """
     if preset.base is None:
         return {}
-    there = dataclasses.replace(preset, base={axis: sizes[axis] for axis in preset.base if axis in sizes})
+    own_base = {axis: sizes[axis] for axis in preset.base if axis in sizes}
+    if own_base == preset.base:
+        return {}
+    there = dataclasses.replace(preset, base=own_base)
     numbers, right = (at_base(one, specs, sizes, optimizer) for one in (preset, there))
     # Multipliers and stds at the base are fan-ins of the base: what must be 1 is the ratio.
     return {key: x / right[key] for key, x in numbers.items() if right[key] and abs(x / right[key] - 1) > 0.01}
@@ -212,7 +215,7 @@ def gradient(spec: ParamSpec, limit: Limit, preset: Preset, *, aligned: bool = T
         return None
     limit = limit.of(spec.part)
     of = "embedding" if spec.role in EMBEDDINGS else limit.names.get(spec.role)
-    effective = {name: x - limit.x(limit.rows[name].multiplier) for name, x in limit.gradient.items()}
+    effective = limit.effective_gradient
     if of is not None:
         return effective[of] + own + (limit.unaligned if of == "router" and not aligned else 0.0)
     if spec.role in VECTORS:

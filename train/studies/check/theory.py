@@ -122,7 +122,7 @@ def of(
         return Limit(chosen, family, {**exponents, **evenly}, tied=tied, part=part)
 
     def with_smaller_logits(exponent: float) -> Preset:
-        return dataclasses.replace(preset, logits=preset.logits * axis("head_dim") ** -exponent)
+        return preset.with_logits(preset.logits * axis("head_dim") ** -exponent)
 
     limit = limit_of(preset)
     late = _slopes(preset, first, limit)
@@ -251,12 +251,12 @@ def _grown_size(exponents: Mapping[str, float], encoded: bool) -> str:
 
 def _embedding_moves(preset: Preset, definition: Definition, limit: Limit) -> list[float]:
     """Exponents of what moves the (decoder's) stream's input: tables, the patches' matrix and its bias."""
-    of_weights = groups.slopes(preset, definition.specs, limit)
-    labels = groups.labels(definition.specs)
-    names = (
-        labels[name] for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
-    )
-    return [of_weights[f"movement/{name}", 1] for name in names if (f"movement/{name}", 1) in of_weights]
+    # Of these parameters alone: the slopes of all others would be worked out for nothing.
+    specs = {
+        name: spec for name, spec in definition.specs.items() if EMBEDDINGS & {spec.role, spec.of} and spec.part == ""
+    }
+    of_weights = groups.slopes(preset, specs, limit)
+    return [slope for (name, _), slope in of_weights.items() if name.startswith("movement/")]
 
 
 def _blamed(name: str, limit: Limit) -> tuple[str, ...]:
