@@ -30,8 +30,6 @@ MODULES = {
     "attention": "step.attention",
     "cross_entropy": "step.cross_entropy",
     "devices": "step.devices",
-    "generate": "runs.generate",
-    "sweep_cost": "runs.sweep_cost",
     "start": "runs.start",
 }
 """Benchmark to its module in this room."""

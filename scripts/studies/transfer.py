@@ -26,9 +26,10 @@ from mupax.train.studies.transfer.drift import BOUND, TOLERANCE
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
 from scripts import ROOT
-from scripts.studies import searches_page, verdicts
+from scripts.studies import verdicts
 
 OUT = ROOT / "docs" / "transfer"
+SEARCHES = "## Best rates alone, for less\n"
 LM = (
     "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
     "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
@@ -156,7 +157,9 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         parts += [*(_compared(entry) for entry in record["comparison"]), *[""] * bool(record["comparison"])]
         parts += ["```sh", spellings.current(record["command"]), "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]
-    return "\n".join([*parts, verdicts.document(), searches_page.document()])
+    # The page's last section is about finished measurements, and is kept as it stands.
+    page = OUT.with_suffix(".md").read_text()
+    return "\n".join([*parts, verdicts.document(), page[page.index(SEARCHES) :]])
 
 
 def _row(study: Mapping[str, Any]) -> str:
