@@ -9,7 +9,6 @@ counts; the rest is run. An input is known by its reader and number: `--only NAM
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -19,10 +18,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.campaigns import workers
 from scripts.pages.markdown import table
 
@@ -110,33 +111,47 @@ def counted(row: dict[str, Any], results: Sequence[dict[str, Any]]) -> dict[str,
     return row
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    inputs: int = 12000
+    """Inputs of all readers together."""
+    workers: int = 2
+    """Processes."""
+    only: tuple[str, ...] = ()
+    """Readers."""
+    number: int | None = None
+    """Feed this one, and show what is said."""
+    again: Switch = False
+    """Forget what the table holds."""
+    page: Path = PAGE
+    """Write here, and the rows beside it."""
+    worker: Path | None = None
+    """Folder of a worker of this command."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Feed what is missing, then write the page; 0 where nothing crashed, hung or filled the memory."""
     from scripts.campaigns.targets import TARGETS
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=12_000, help="of all readers together (12000)")
-    parser.add_argument("--workers", type=int, default=2, help="processes (2)")
-    parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS), help="readers")
-    parser.add_argument("--number", type=int, help="feed this one, and show what is said")
-    parser.add_argument("--again", action="store_true", help="forget what the table holds")
-    parser.add_argument("--page", type=Path, default=PAGE, help="write here, and the rows beside it")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names(args.only, TARGETS)
+    names = args.only or tuple(TARGETS)
     if args.worker is not None:
         workers.serve(lambda question: outcomes(question[0], question[1], args.worker))
         return 0
     if args.number is not None:
         with tempfile.TemporaryDirectory() as folder:
             os.environ["MUPAX_DATA"] = f"{folder}/data"
-            print(json.dumps(outcomes(args.only[0], [args.number], Path(folder)), indent=1).replace("\\n", "\n"))
+            print(json.dumps(outcomes(names[0], [args.number], Path(folder)), indent=1).replace("\\n", "\n"))
         return 0
     path = args.page.with_suffix(".json")
     rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() and not args.again else {}
     each, bad = -(-args.inputs // len(TARGETS)), 0
     questions = []
     for start in range(0, each, AT_ONCE):
-        for name in args.only:
+        for name in names:
             if start >= rows.get(name, {}).get("inputs", 0):
                 questions.append((name, list(range(start, min(each, start + AT_ONCE)))))
     with tempfile.TemporaryDirectory() as temporary:

@@ -10,22 +10,21 @@ end bitwise as the run that was left alone. What the file holds counts; the rest
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import importlib
 import json
 import os
-import platform
 import random
 import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.campaigns import tiny_runs
 from scripts.campaigns.tiny_runs import Session
 
@@ -41,7 +40,7 @@ _NEVER_CAME = "waited 20 s for process 0"
 """Said where a process is killed before it has joined the others."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case(tiny_runs.Case):
     """What is run: a decoder whose state lies on all processes."""
 
@@ -57,7 +56,7 @@ class Case(tiny_runs.Case):
         return [*words.split(), "--mesh.data", "1", "--mesh.fsdp", str(self.processes)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Failure:
     """Something that happens to one process.
 
@@ -277,15 +276,6 @@ def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
     return tiny_runs.left(folder / name, STEPS)
 
 
-def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """One failure a line."""
-    from importlib.metadata import version
-
-    facts = {"command": COMMAND, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    return f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n'
-
-
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """The table of what was done and what became of it."""
     good = [row for row in rows if not row["wrong"]]
@@ -319,19 +309,27 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    failures: int = 100
+    """At least so many in the file."""
+    only: tuple[str, ...] = ("",)
+    """Only failures or phases whose name has one of these words."""
+    page: Path = PAGE
+    """Write here, and the rows beside it."""
+    again: Switch = False
+    """Forget what the file holds."""
+    folder: Path | None = None
+    """Keep the runs here; a temporary folder unless given."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page; exit code 1 where something went otherwise than wanted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--failures", type=int, default=100, help="at least so many in the file (default 100)")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="only failures or phases whose name has one of these words"
-    )
-    parser.add_argument("--page", type=Path, default=PAGE, help="write here, and the rows beside it")
-    parser.add_argument("--again", action="store_true", help="forget what the file holds")
-    parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     path = args.page.with_suffix(".json")
-    rows = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
+    rows = harness.read_rows(path, "rows", args.again)
     kinds = [(f, p) for f in FAILURES for p in f.phases if any(word in f"{f.name} {p}" for word in args.only)]
     with tiny_runs.scratch(args.folder) as folder, tiny_runs.prepared(folder):
         while len(rows) < args.failures:
@@ -340,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed = counts[failure, phase]
             rows.append(row := failed(Case(processes=2 + (seed % 3 == 2)), failure, phase, folder, seed))
             print(json.dumps(row), flush=True)
-            path.write_text(as_json(rows))
+            path.write_text(harness.with_rows(harness.made_by(COMMAND), "rows", rows))
             args.page.write_text(page(rows))
     args.page.write_text(page(rows))
     return int(any(row["wrong"] for row in rows))

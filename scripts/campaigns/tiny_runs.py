@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
-import json
 import os
-import platform
 import random
 import runpy
 import shutil
@@ -19,6 +15,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ MODELS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     """What is run."""
 
@@ -207,7 +205,7 @@ def write_text(folder: Path) -> None:
     (folder / "text.txt").write_text(text)
 
 
-@contextlib.contextmanager
+@contextmanager
 def scratch(folder: Path | None) -> Iterator[Path]:
     """A folder of all runs: that one, which stays, or a temporary one.
 
@@ -222,7 +220,7 @@ def scratch(folder: Path | None) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def prepared(folder: Path) -> Iterator[None]:
     """Everything imported that a run imports, and nothing started: what the runs are forked from."""
     enter_prepared(folder)
@@ -246,12 +244,3 @@ def enter_prepared(folder: Path) -> None:
     if threading.active_count() > 1:
         raise SystemExit("an import has started a thread; a fork would lose it")
     write_text(folder)
-
-
-def as_json(runs: Sequence[dict[str, Any]], command: str) -> str:
-    """One run a line."""
-    from importlib.metadata import version
-
-    facts = {"command": command, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
-    rows = ",\n".join(json.dumps(run) for run in runs)
-    return f'{json.dumps(facts)[:-1]}, "runs": [\n{rows}\n]}}\n'

@@ -8,9 +8,9 @@ Shapes: S sizes, seeds, P points of a curve, Q examples of a kernel.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,7 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
         config = make(**sizes, **{**settings["model"], **rule})
         runs = []
         for seed in range(settings["seeds"]):
-            run = dataclasses.replace(config, seed=seed)
+            run = replace(config, seed=seed)
             path = folder / f"{_key(run, ends)}.json"
             if not path.exists():
                 if config.model not in trainers:  # the last one only: compiled programs take memory

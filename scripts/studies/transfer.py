@@ -8,15 +8,18 @@ on. `--render` judges and draws again what is there.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import Positional
+
 from mupax import command_line, spellings
+from mupax.command_line import Switch
 from mupax.train.config import cli
 from mupax.train.config.record import words_of
 from mupax.train.studies.sweep.rows import Rows
@@ -25,7 +28,7 @@ from mupax.train.studies.transfer import flags, planned, report
 from mupax.train.studies.transfer.drift import BOUND, TOLERANCE
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.studies import verdicts
 
 OUT = ROOT / "docs" / "transfer"
@@ -227,20 +230,24 @@ def judge_again(folder: Path) -> None:
     report.write(folder, judged, control, about)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    names: Positional[tuple[str, ...]] = ()
+    minutes: float = 20.0
+    """Minutes of training, of each preset in a study."""
+    render: Switch = False
+    """Train nothing: judge the rows that are there, and write the page."""
+    list: Switch = False
+    """Print the commands and run none."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the studies that are asked for, all unless named, and write the page; 0 when all are done."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.studies.transfer", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; all unless given")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each preset in a study (20)")
-    parser.add_argument(
-        "--render", action="store_true", help="train nothing: judge the rows that are there, and write the page"
-    )
-    parser.add_argument("--list", action="store_true", help="print the commands and run none")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     if unknown := [name for name in args.names if name not in STUDIES]:
-        parser.error(f"{unknown[0]} is not among {', '.join(STUDIES)}")
+        harness.refuse(f"{unknown[0]} is not among {', '.join(STUDIES)}")
     for name in args.names or STUDIES:
         command = words(name, args.minutes)
         if args.list:

@@ -7,12 +7,12 @@ Where no line says that bits can differ, the rows and the last checkpoint must b
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ Action = Callable[[], object]
 Edit = Callable[[dict[str, Any]], object]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case(tiny_runs.Case):
     """A decoder that trains on the text of a folder that all trials share, on one process unless said otherwise."""
 
@@ -44,7 +44,7 @@ class Case(tiny_runs.Case):
         return [*words.split(), "--log.no-tensorboard", *self.more]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Change:
     """A change of the environment between two parts of a run.
 

@@ -9,7 +9,6 @@ must make what it makes when nobody disturbs it, and leave nothing else. Command
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -24,12 +23,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mupax.train.checkpoints.making import LOCK
 from scripts.campaigns import tiny_runs, workers
-from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
+from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge, right
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.emulator import free_port
 from scripts.campaigns.injection.object_faults import Bucket
@@ -53,7 +54,7 @@ OWN_TRACES = (".making", ".mupax-making", ".partial", "incomplete", ".part")
 """Endings and parts of names that only an unfinished command has in a folder."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Maker:
     """A command that makes a folder or a file.
 
@@ -167,7 +168,7 @@ class Lab:
         return self.worker.ask({"made": out, "kind": maker.words.split()[1]}, 2 * BOUND_S)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Attempt:
     """One command in a folder of its own.
 
@@ -300,7 +301,7 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
     outcome = judge(ended, [0, 2])
     if ended.code == 2 and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1:
         return Outcome("wrong", f"refused without one line: {ended.output[-200:]}")
-    return dataclasses.replace(outcome, detail="complete" if ended.code == 0 else "refused")
+    return replace(outcome, detail="complete" if ended.code == 0 else "refused")
 
 
 def lonely_weights(folder: Path) -> str:
@@ -500,7 +501,7 @@ def smaller_keep(lab: Lab, folder: Path) -> Outcome:
     if "2, 4, 6 are deleted" not in second.output or "checkpoint.keep 4 -> 1" not in second.output:
         return Outcome("silent", f"not said what is deleted: {second.output[:200]}")
     left = sorted(path.name for path in (place / "out" / "checkpoints").iterdir())
-    return Outcome("ok" if left == ["10"] else "wrong", f"left {left}")
+    return right(left == ["10"], f"left {left}")
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
@@ -513,27 +514,27 @@ def trials(shared: Path, seed: int) -> list[Trial]:
             if kind in maker.absent:
                 continue
             share = SHARES[(index + 1) % len(SHARES)]
-            call = functools.partial(full, lab, name, kind, share)
+            call = partial(full, lab, name, kind, share)
             planned.append(Trial(f"{name}: full disk from {kind} at {share:.0%}", name, call))
         for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
             if maker.makes_folder:
-                call = functools.partial(killed, lab, name, kind, moment, share, bucket=True)
+                call = partial(killed, lab, name, kind, moment, share, bucket=True)
                 group = f"{name} in a bucket"
                 planned.append(Trial(f"{group}: {moment} {kind} at {share:.0%}", group, call))
         if maker.makes_folder:
             for share in (0.3, 0.8):
-                call = functools.partial(really_full, lab, name, share)
+                call = partial(really_full, lab, name, share)
                 planned.append(Trial(f"{name}: a file system of {share:.0%} of its size", name, call))
-            call = functools.partial(someone_elses, lab, name)
+            call = partial(someone_elses, lab, name)
             planned.append(Trial(f"{name}: a file of somebody else in the way", name, call))
-            call = functools.partial(while_another_makes, lab, name)
+            call = partial(while_another_makes, lab, name)
             planned.append(Trial(f"{name}: twice at once", name, call))
     for processes in (1, 2):
-        call = functools.partial(undeletable, lab, processes)
+        call = partial(undeletable, lab, processes)
         planned.append(Trial(f"checkpoints: one cannot be deleted, processes {processes}", "checkpoints", call))
-    call = functools.partial(listed_while_saved, lab)
+    call = partial(listed_while_saved, lab)
     planned.append(Trial("checkpoints: listed while a run saves in a bucket", "checkpoints", call))
-    call = functools.partial(smaller_keep, lab)
+    call = partial(smaller_keep, lab)
     planned.append(Trial("checkpoints: a resume keeps fewer", "checkpoints", call))
     return planned
 
@@ -546,12 +547,12 @@ def _killed_on_disk(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]
             continue
         for after, moment in enumerate(MOMENTS):
             share = SHARES[(index + after + seed) % len(SHARES)]
-            call = functools.partial(killed, lab, name, kind, moment, share)
+            call = partial(killed, lab, name, kind, moment, share)
             planned.append(Trial(f"{name}: {moment} {kind} at {share:.0%}", name, call))
             if maker.makes_folder and kind in ("write", "rename", "fsync"):
-                call = functools.partial(killed, lab, name, kind, moment, share, empty=True)
+                call = partial(killed, lab, name, kind, moment, share, empty=True)
                 planned.append(Trial(f"{name} into an empty folder: {moment} {kind} at {share:.0%}", name, call))
-    call = functools.partial(killed, lab, name, "rename", "killed after", 0.999)
+    call = partial(killed, lab, name, "rename", "killed after", 0.999)
     planned.append(Trial(f"{name}: killed after the last rename", name, call))
     return planned
 

@@ -7,7 +7,6 @@ every screen. What is resumed afterwards must end with those bits too.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ _STALLED = "--faults.collective-seconds"
 Action = Callable[[], object]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case(tiny_runs.Case):
     """A decoder on two processes, whose parameters are copies (`data`) or parts (`fsdp`)."""
 
@@ -61,7 +61,7 @@ class Case(tiny_runs.Case):
         return [*words.split(), "--log.no-tensorboard", *mesh, *self.more]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Fault:
     """Something that happens to processes of a run.
 
@@ -209,7 +209,7 @@ def drifting(step: int, word: str) -> Action:
                     state = flipped_in(state, word)
                 return state, metrics
 
-            return dataclasses.replace(session, step_fn=step_fn)
+            return replace(session, step_fn=step_fn)
 
         loop.compiled = compiled
 
@@ -404,7 +404,7 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
     os.environ["STRUCK"] = str(struck)
     with_text(folder, shared)
     more = ("--faults.collective-seconds", str(SHORT_S)) if fault.short else ()
-    session = Session(dataclasses.replace(case, more=more), folder, "run", STEPS, fault.sick)
+    session = Session(replace(case, more=more), folder, "run", STEPS, fault.sick)
     seconds = wait(session, fault.dead, struck)
     if not struck.exists():
         return Outcome("wrong", f"the fault never came: {session.output()[-160:]}")
@@ -552,7 +552,7 @@ _POINT = "mupax.train.studies.sweep.rows", "Rows.add"
 _POINT_STEP = "mupax.train.studies.sweep.work", "Work.train"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Study(tiny_runs.Case):
     """A study of one process."""
 

@@ -7,8 +7,6 @@ on to the bits of a run that nobody touched.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
 import random
 import re
@@ -19,6 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import ROOT
@@ -129,13 +129,13 @@ class Child:
 
     def maps(self, library: re.Pattern[str]) -> bool:
         """Return True if the process has a library in its memory."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return bool(library.search(Path(f"/proc/{self.process.pid}/maps").read_text()))
         return False
 
     def hears(self) -> bool:
         """Return True if the process handles SIGTERM, which Python itself does not."""
-        with contextlib.suppress(OSError, IndexError):
+        with suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             return bool(caught >> (signal.SIGTERM - 1) & 1)
@@ -158,7 +158,7 @@ class Child:
         """
         began = time.monotonic()
         code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             code = self.process.wait(seconds)
         waited = time.monotonic() - began
         if code is None:
@@ -169,7 +169,7 @@ class Child:
 
     def left_behind(self) -> str:
         """Return what the ended process has left: processes or temporary folders."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, 0)
             os.killpg(self.process.pid, signal.SIGKILL)
             return "a child process is still running"
@@ -177,7 +177,7 @@ class Child:
         return f"left in TMPDIR: {', '.join(names[:3])}" if names else ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Moment:
     """When a signal is sent: when `reached` is true of the process, after a pause in seconds."""
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import panels
 from scripts.figures.infinite import fig_dynamics
-from scripts.figures.result import Data, Figure, Row, Settings, jackknife, mean
+from scripts.figures.result import Data, Figure, Row, Settings, jackknife, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -203,22 +203,13 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     return figure
 
 
-_STACK = {
-    "depth": [1], "alpha_a": 1.0, "alpha_l": 1.0, "gamma0": 0.5, "beta0": 1.0, "rate": 2.0, "momentum": 0.0, "heads": [1], "seeds": 24,
-    "images": 6, "patch_size": 4, "limit": 4096, "draws": 6,
-}  # fmt: skip
-
 FIGURE = Figure(
     title="How far a proxy is from the infinite model",
     source="the infinite limit in time, measured here (`scripts/figures/infinite/fig_dynamics.py`)",
     about="The paper's ViT at alpha_A = 1, trained by our own step on one batch of digits until the loss has halved; its centred outputs "
     "against those of infinitely many heads of infinite dimension, root mean square relative to their own. The limit of many heads is taken "
     "at several head dimensions, and a line in 1/N through them gives N to infinity and b; a is of the proxies with the largest N.",
-    small={"at": [8], "stack": _STACK, "limit_head_dims": [1, 2, 4, 8, 16], "head_dims": [1, 4, 16], "widths": [64, 128, 256, 512]},
-    full={
-        "at": [16], "stack": {**_STACK, "seeds": 64, "limit": 16384, "draws": 8, "rate": 1.0},
-        "limit_head_dims": [1, 2, 4, 8, 16, 32], "head_dims": [1, 4, 16], "widths": [64, 128, 256, 512, 1024],
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

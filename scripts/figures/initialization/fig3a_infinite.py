@@ -10,7 +10,7 @@ import numpy as np
 from scripts.figures import panels
 from scripts.figures.initialization import finite_kernels
 from scripts.figures.initialization.finite_kernels import ENDS
-from scripts.figures.result import Data, Figure, Row, Settings
+from scripts.figures.result import Data, Figure, Row, Settings, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -72,8 +72,7 @@ FIGURE = Figure(
     about="Models as in figure 3a with N = H growing, against the limit of both that `scripts/figures/initialization/kernels.py` "
     "computes: uniform attention "
     "at alpha_A = 1, Gaussian logits at 1/2. Distances are root mean squares over all pairs of positions.",
-    small={"size": [4, 8, 16, 32], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 48, "samples": 4000},
-    full={"size": [4, 8, 16, 32, 64], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 32, "samples": 64000},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

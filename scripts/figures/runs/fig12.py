@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import curves, panels
 from scripts.figures.runs import fig7
-from scripts.figures.result import Data, Figure, Row, Settings, mean
+from scripts.figures.result import Data, Figure, Row, Settings, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -78,8 +78,7 @@ FIGURE = Figure(
     source="figure 12 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="The runs of figure 7 and the same at alpha_A = 1/2, their losses against training FLOPs (the frozen initial network of "
     "the centred output counted).",
-    small={**fig7.SMALL, "alpha_a": [1.0, 0.5]},
-    full={**fig7.FULL, "alpha_a": [1.0, 0.5]},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import curves, panels
 from scripts.figures.runs import fig6
-from scripts.figures.result import Data, Figure, Row, Settings, mean
+from scripts.figures.result import Data, Figure, Row, Settings, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -70,8 +70,7 @@ FIGURE = Figure(
     source="figure 5b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss of the paper's ViT on the endless image set against training FLOPs as depth grows by either rule from one "
     "base model, at which branches and all learning rates are the same (the paper's two runs have other widths and learning rates).",
-    small={**fig6.FIGURE.small, "axes": ["depth"], "seeds": 4, "alpha_l": [1.0, 0.5]},
-    full={**fig6.FIGURE.full, "axes": ["depth"], "alpha_l": [1.0, 0.5]},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -22,6 +22,7 @@ from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import figure as transfer_figure
 from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.zoo import configs
+from scripts.bench.runs import sweep_cost
 from tests.train.studies.sweep.test_sweep import COMMAND, STEPS, config_of, points, text
 
 __all__ = ["text"]  # fixtures
@@ -238,3 +239,25 @@ def test_a_tuned_preset_of_several_choices_is_refused_before_training(
     words = f"sweep {COMMAND} --data.name {text} --lr 2^-8:2^-4:5 --vary preset.gamma0=0.5,1 --save-tuned mine"
     assert main([*words.split(), "--out", str(tmp_path)]) == 2
     assert "--save-tuned mine: the sweep varied more than rate, seed and size" in capsys.readouterr().err
+
+
+def test_the_benchmark_counts_whole_commands(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def run(words: list[str]) -> float:
+        ran.append(words[0])
+        assert main([*words, "--data.name", text, "--log.no-tensorboard", "--log.no-samples"]) == 0
+        return 3.0
+
+    monkeypatch.setattr(sweep_cost, "_seconds", run)
+    words = ["--tiny", "--rates", "2", "--seeds", "1", "--steps", "3", "--alone", "1", "--json"]
+    assert sweep_cost.main([*words, str(tmp_path / "cost.json")]) == 0
+    assert ran == ["train", "sweep", "train"]
+    record = json.loads((tmp_path / "cost.json").read_text())
+    whole, step = record["results"]
+    assert whole["ms"] == {"sweep": 3000.0, "runs of their own": 6000.0}
+    assert whole["ratio"] == {"runs of their own": 0.5}
+    assert step["ratio"]["runs of their own"] > 0
+    capsys.readouterr()

@@ -28,6 +28,7 @@ from mupax.train.studies.sweep import sweep, work
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Trainer
 from mupax.zoo.configs import DecoderConfig
+from scripts.bench.runs import sweep_cost
 
 STEPS = 12
 RATES = (2.0**-9, 2.0**-7)
@@ -258,19 +259,13 @@ def test_a_save_that_fails_leaves_the_one_before_to_go_on_from(
     assert row.curve == in_turn[0].curve
 
 
-TINY = (
-    "--model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 --data.eval-examples 64 "
-    "--optimizer.warmup-steps 2"
-)
-
-
 def test_a_signal_stops_the_command_which_then_goes_on(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
         "sweep",
         "lm-tiny",
-        *TINY.split(),
+        *shlex.split(sweep_cost.TINY),
         "--data.name",
         text,
         "--steps",
