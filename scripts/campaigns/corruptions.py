@@ -18,7 +18,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,7 @@ from mupax.train.checkpoints.layout import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
 from mupax.train.config.sections import CheckpointConfig
 from scripts import ROOT, harness
+from scripts.campaigns import tiny_runs
 from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.pages.markdown import table
@@ -80,9 +80,7 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
     from mupax.train.core.program import assemble
 
     workdir = folder / f"{kind}-{processes}"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = tiny_runs.free_port()
     words = [sys.executable, "-m", "train", *RECIPES[kind].split(), *FLAGS.split(), "--workdir", str(workdir)]
     words += ["--mesh.data", "1", "--mesh.fsdp", "2"]
     joined = ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", str(processes)]
@@ -276,11 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bucket = stack.enter_context(Bucket())
             os.environ |= bucket.environ
             root = bucket.place("corrupted")
-        choose = random.Random(0)
-        words = ("def", "return", "import", "class", "self", "value", "lambda", "yield")
-        (folder / "text.txt").write_text(
-            "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
-        )
+        tiny_runs.write_text(folder)
         runs = [trained(folder, kind, processes) for kind in RECIPES for processes in (1, 2)]
         began = time.monotonic()
         for result in campaign(runs, args.count, args.seed, folder, root, skip):

@@ -13,7 +13,6 @@ rows of the undisturbed run, bitwise. What the file holds counts; the rest is ru
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -21,16 +20,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from tyro.conf import Positional
 
 from mupax.command_line import Switch
 from scripts import ROOT, harness
-from scripts.campaigns import tiny_runs
+from scripts.campaigns import forks, tiny_runs
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.tiny_runs import CASES, Case, Session
@@ -39,7 +38,6 @@ PAGE = ROOT / "docs" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
 MOMENTS = ("killed", "killed after")
-T = TypeVar("T")
 
 
 class Place(Protocol):
@@ -93,24 +91,6 @@ class Disk(shim.Control):
         """The process that does the operation: nobody has to be named."""
 
 
-def apart(function: Callable[[], T]) -> T:
-    """What a function returns in a process of its own: a bucket is read by threads, which no fork may have before it."""
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.write(writer, b"")
-            with os.fdopen(writer, "w") as out:
-                json.dump(function(), out)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        content = answer.read()
-    os.waitpid(pid, 0)
-    return json.loads(content)
-
-
 class Runs:
     """Runs in one place, the undisturbed ones kept to compare with.
 
@@ -132,7 +112,7 @@ class Runs:
             if any(session.wait(600)):
                 raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
             calls = self._place.calls()
-            self._undisturbed[case] = apart(lambda: tiny_runs.left(workdir, STEPS)), calls
+            self._undisturbed[case] = forks.apart(lambda: tiny_runs.left(workdir, STEPS)), calls
         return self._undisturbed[case]
 
     def disturbed(self, case: Case, seed: int, most: int, choices: Iterator[tuple[str, str]]) -> dict[str, Any]:
@@ -166,10 +146,10 @@ class Runs:
             if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(other_codes):  # 0 where all was done
                 wrong.append(f"process {index} killed, ended with {codes}")
                 break
-            checkpoint = apart(lambda: tiny_runs.latest(workdir))
+            checkpoint = forks.apart(lambda: tiny_runs.latest(workdir))
             hits.append({"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint})
         if not wrong:
-            wrong = tiny_runs.differences(apart(lambda: tiny_runs.left(workdir, STEPS)), expected)
+            wrong = tiny_runs.differences(forks.apart(lambda: tiny_runs.left(workdir, STEPS)), expected)
         return {
             "model": case.model, "processes": case.processes, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
             "seconds": round(time.monotonic() - began, 1),

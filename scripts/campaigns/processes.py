@@ -209,7 +209,8 @@ def phase_of(session: Session, workdir: Path) -> str:
 
 def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) -> dict[str, Any]:
     """One run in which a process fails, and which is then resumed: a row of the file."""
-    expected, choose = undisturbed(case, folder), random.Random(f"{case} {failure.name} {phase} {seed}")
+    expected = tiny_runs.undisturbed(case, folder, STEPS, f"alone-{case.processes}")
+    choose = random.Random(f"{case} {failure.name} {phase} {seed}")
     name = f"{failure.name.replace(' ', '-')}-{phase}-{case.processes}-{seed}"
     index, struck = (seed + FAILURES.index(failure)) % case.processes, folder / f"{name}.struck"
     if phase == "resuming":  # a run that has a checkpoint already
@@ -264,16 +265,6 @@ def wait(session: Session, stopped: int | None) -> float:
     session.send(signal.SIGKILL, range(len(session.pids)))
     session.wait(10)
     return ended
-
-
-def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
-    """What a run leaves that nobody touches."""
-    name = f"alone-{case.processes}"
-    if not (folder / name / "checkpoints" / str(STEPS)).exists():
-        session = Session(case, folder, name, STEPS)
-        if any(session.wait(600)):
-            raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
-    return tiny_runs.left(folder / name, STEPS)
 
 
 def page(rows: Sequence[dict[str, Any]]) -> str:

@@ -136,6 +136,12 @@ def settings_of(module: str) -> dict[str, Settings]:
     return json.loads(file.read_text())[module.rpartition(".")[2]]
 
 
+def estimate(what: str, interval: Interval, kind: str = "value", **more: Any) -> Row:
+    """Return the row of an estimate with its interval; `more` are fields of `Row`."""
+    measured, low, high = interval
+    return Row(what=what, measured=measured, low=low, high=high, kind=kind, **more)
+
+
 def mean(values: Any) -> Interval:
     """Mean over seeds of values [seeds], with its 95 % interval (Student's t).
 

@@ -154,11 +154,7 @@ def control(shared: Path) -> dict[str, Any]:
     """Return what a run leaves that nobody interrupts, trained by the first trial."""
     if not (shared / "text.txt").exists():
         tiny_runs.prepared(shared).__enter__()
-    if not (shared / "control" / "checkpoints" / str(STEPS)).exists():
-        session = Session(Case(shared=shared), shared, "control", STEPS)
-        if any(session.wait(8 * BOUND_S)):
-            raise RuntimeError(f"the undisturbed run itself fails: {session.output()[-400:]}")
-    return tiny_runs.left(shared / "control", STEPS)
+    return tiny_runs.undisturbed(Case(shared=shared), shared, STEPS, "control", 8 * BOUND_S)
 
 
 def begun(folder: Path, change: Change, shared: Path) -> Path:

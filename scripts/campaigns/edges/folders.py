@@ -14,22 +14,19 @@ import hashlib
 import itertools
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mupax.train.checkpoints.making import LOCK
-from scripts.campaigns import tiny_runs, workers
+from scripts.campaigns import forks, tiny_runs, workers
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge, right
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.emulator import free_port
@@ -566,6 +563,8 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._started = 0
+        self._logs: dict[int, Path] = {}
 
     def answer(self, question: dict[str, Any]) -> Any:
         """Do what the campaign asks: start, go, wait, or say what was made."""
@@ -577,64 +576,28 @@ class Commands:
         if "alive" in question:
             return os.waitpid(question["alive"], os.WNOHANG)[0] == 0
         if "made" in question:
-            return _apart(lambda: _digests(question["made"], question["kind"]))
+            return forks.apart(lambda: _digests(question["made"], question["kind"]))
         return self._wait(question["wait"], question["seconds"])
 
     def _start(self, words: list[str], environ: dict[str, str]) -> int:
-        pid = os.fork()
-        if pid:
-            os.waitpid(pid, os.WUNTRACED)
-            return pid
-        log = os.open(self._folder / f"{os.getpid()}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ |= environ
-        os.kill(os.getpid(), signal.SIGSTOP)
-        code = 1
-        try:
-            sys.argv[1:] = words
-            runpy.run_module("mupax", run_name="__main__", alter_sys=True)
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(code)
+        def stop() -> None:
+            os.environ.update(environ)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        self._started += 1
+        log = self._folder / f"{self._started}.out"
+        pid = forks.start(words, log, stop)
+        self._logs[pid] = log
+        os.waitpid(pid, os.WUNTRACED)
+        return pid
 
     def _wait(self, pid: int, seconds: float) -> tuple[int | None, str]:
         os.kill(pid, signal.SIGCONT)
-        until = time.monotonic() + seconds
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                code: int | None = os.waitstatus_to_exitcode(status)
-                break
-            if time.monotonic() > until:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                code = None
-                break
-            time.sleep(0.02)
-        log = self._folder / f"{pid}.out"
+        code = forks.wait(pid, seconds)
+        log = self._logs.pop(pid)
         output = log.read_text(errors="replace")
         log.unlink()
         return code, output
-
-
-def _apart(function: Callable[[], Any]) -> Any:
-    """Return what a function returns in a process of its own: a bucket is read by threads, which no fork may have before it."""
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        with os.fdopen(writer, "w") as out:
-            json.dump(function(), out)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        content = answer.read()
-    os.wait()
-    return json.loads(content)
 
 
 def _digests(out: str, kind: str) -> dict[str, Any]:

@@ -10,15 +10,12 @@ import dataclasses
 import hashlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +24,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns import tiny_runs
+from scripts.campaigns import forks, tiny_runs
 from scripts.campaigns.edges.trial import Ended, Outcome, Trial, judge
 
 PLAIN = "plain"
@@ -209,11 +206,11 @@ class Inputs:
         """Return the path of a tokenizer.json."""
         return self._made("tokenizer.json", f"data tokenizer text:{self.text()} --size 300 --out")
 
+    @cache  # noqa: B019 - one for the campaign
     def _made(self, name: str, command: str) -> Path:
         """Return the path that a command has made, which ends with it."""
         path = self.folder / name
-        if not path.exists():
-            run(self.folder, [*command.split(), str(path)])
+        run(self.folder, [*command.split(), str(path)])
         return path
 
     @cache  # noqa: B019 - one for the campaign
@@ -305,7 +302,7 @@ def run(
     out = folder / f"{number}.out"
     began = time.monotonic()
     pid = fork(words, out, environ, cwd or folder)
-    code = wait(pid, 240.0)
+    code = forks.wait(pid, 240.0)
     ended = Ended(code, output_of(out), time.monotonic() - began)
     outcome = judge(ended, codes)
     if outcome.verdict != "ok":
@@ -320,43 +317,15 @@ def output_of(out: Path) -> str:
 
 
 def fork(words: list[str], out: Path, environ: Mapping[str, str] | None, cwd: Path) -> int:
-    """Start `mupax` with these words in a fork, which has imported everything already. Return its process ID."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        for number, file in ((1, out), (2, out.with_suffix(".err"))):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    """Start `mupax` with these words in a fork of this process, and return its process ID."""
+
+    def prepare() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - until the fork ends
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(cwd)
         os.environ.update(environ or {})
-        sys.argv = ["mupax", *words]
-        runpy.run_module("mupax", run_name="__main__", alter_sys=True)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
-
-def wait(pid: int, seconds: float) -> int | None:
-    """Return the exit code of a process, or None after killing it where that takes longer."""
-    until = time.monotonic() + seconds
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return None
-        time.sleep(0.02)
+    return forks.start(words, out, prepare, errors=out.with_suffix(".err"))
 
 
 # What results are compared by
@@ -504,7 +473,7 @@ def serve(case: Case) -> Any:
             answer = json.loads(urllib.request.urlopen(request, timeout=90).read())["choices"][0]["text"]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
-    outcome = judge(Ended(wait(pid, 60), output_of(out), 60.0), [0, 130])
+    outcome = judge(Ended(forks.wait(pid, 60), output_of(out), 60.0), [0, 130])
     if outcome.verdict != "ok":
         raise Failed(outcome)
     return answer

@@ -399,7 +399,7 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
     """Disturb a run, and compare what is left of it, after a resume where it ended, with a run that nobody disturbs."""
     prepare(shared)
     case = Case(mesh=fault.mesh)
-    expected = undisturbed(case, shared)
+    expected = tiny_runs.undisturbed(case, shared, STEPS, f"alone-{case.mesh}", 2 * _GIVE_UP_S)
     struck = folder / "struck"
     os.environ["STRUCK"] = str(struck)
     with_text(folder, shared)
@@ -458,16 +458,6 @@ def with_text(folder: Path, shared: Path) -> None:
         text.symlink_to(shared / "text.txt")
 
 
-def undisturbed(case: Case, shared: Path) -> dict[str, Any]:
-    """Return what a run leaves that nobody touches."""
-    name = f"alone-{case.mesh}"
-    if not (shared / name / "checkpoints" / str(STEPS)).exists():
-        session = Session(case, shared, name, STEPS)
-        if any(session.wait(2 * _GIVE_UP_S)):
-            raise RuntimeError(f"the undisturbed run itself fails: {session.output()[-400:]}")
-    return tiny_runs.left(shared / name, STEPS)
-
-
 # Clocks, in new interpreters: a library that is loaded first answers for the clock.
 
 _JUMPS = {"an hour ahead": 3600, "an hour back": -3600, "ten years ahead": 315_360_000, "back to 2001": -789_000_000}
@@ -491,7 +481,7 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
     of decades for the death of all. C++ prints its own lines before that message, which is no crash: the exit code is 1.
     """
     prepare(shared)
-    expected = undisturbed(Case(), shared)
+    expected = tiny_runs.undisturbed(Case(), shared, STEPS, "alone-data", 2 * _GIVE_UP_S)
     with_text(folder, shared)
     codes, outputs = _clock_session(folder, shared, index, _JUMPS[jump])
     if None in codes:

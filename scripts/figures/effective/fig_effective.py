@@ -64,8 +64,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         for color, name in zip(panels.COLORS, settings["presets"], strict=False):
             values, predicted = data["measured"][name][observed], data["theory"][name][observed]
             panels.power_law(one, settings["width"], np.asarray(values), name, color=color, predicted=predicted)
-        panels.label(one, f"{what.capitalize()}; dashed: theory", "width", "root mean square")
-        panels.legend(one)
+        panels.label(one, f"{what.capitalize()}; dashed: theory", "width", "root mean square", legend=True)
     return figure
 
 

@@ -38,7 +38,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     panels.label(right, "What lower rates cost", "octaves below the best", "nats")
     low, high = left.get_ylim()
     left.set_ylim(low, high + 0.15 * (high - low))  # room for the legend above the curves
-    panels.legend(left)
+    panels.add_legend(left)
     return figure
 
 

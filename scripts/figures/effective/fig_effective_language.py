@@ -240,7 +240,7 @@ def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve
     panels.label(axes, "What half of the best rate, or a quarter, costs", "n", "nats")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.45 * (high - low))  # room for the legend above the curves
-    panels.legend(axes)
+    panels.add_legend(axes)
 
 
 MATCHED = "standard, tables as fast as ntk's"

@@ -176,13 +176,11 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     left.plot([], [], color=panels.SKY, label=f"our step, H = {own['heads'][0]}, by seed")
     left.plot(steps, curves["without_response"].mean(0), ":", color=panels.ORANGE, label="without response terms")
     left.plot(steps, curves["limit"].mean(0), "--", color=panels.INK, label="limit")
-    panels.label(left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats")
-    panels.legend(left)
+    panels.label(left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats", legend=True)
     for color, step in zip(panels.COLORS, (0, *settings["at"]), strict=False):
         second.plot(steps, curves["memory"][step], color=color, label=f"s = {step}")
         second.plot(steps, curves["memory_of_nets"][step], "o", color=color, markersize=3)
-    panels.label(second, f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)", "step t", "")
-    panels.legend(second)
+    panels.label(second, f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)", "step t", "", legend=True)
     for color, case, errors in zip(panels.COLORS, settings["one_block"]["cases"], data["one_block"], strict=False):
         name = rf"N = {case['head_dim']}, $\\alpha_A$ = {case['alpha_a']:g}".replace("\\\\", "\\")
         panels.power_law(third, case["heads"], errors["outputs"][-1], name, color=color, predicted=-1.0)
@@ -190,8 +188,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         panels.power_law(right, own["heads"], errors["outputs"][-1], f"L = {depth}", color=color, predicted=-1.0)
     last = settings["at"][-1]
     for one, title in ((third, "One block"), (right, "Whole stack, our step")):
-        panels.label(one, f"{title}, after {last} steps; dashed: slope -1", "heads H", "squared error of the output")
-        panels.legend(one)
+        panels.label(
+            one, f"{title}, after {last} steps; dashed: slope -1", "heads H", "squared error of the output", legend=True
+        )
     return figure
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import panels
 from scripts.figures.infinite import fig_dynamics
-from scripts.figures.result import Data, Figure, Row, Settings, jackknife, mean, settings_of
+from scripts.figures.result import Data, Figure, Row, Settings, estimate, jackknife, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -98,11 +98,11 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     last = errors[-1] - (b / settings["head_dims"][-1]) ** 2
     of_seeds = mean(last.T @ np.asarray(settings["widths"], float) / len(last))
     of_draws = jackknife(lambda draws: terms(settings, data, draws)[1], np.asarray(data["limit"]).shape[1])
-    for what, (measured, low, high) in (
+    for what, interval in (
         ("a, the squared relative error of outputs times the width", of_seeds),
         ("b, the relative error times the head dimension as heads grow", of_draws),
     ):
-        table.append(Row(what=what, measured=measured, low=low, high=high, kind="value"))
+        table.append(estimate(what, interval))
     for n, of_n in zip(settings["head_dims"][:-1], errors, strict=False):
         predicted = a / np.asarray(settings["widths"], float) + (b / n) ** 2
         ratio = np.sqrt(of_n.mean(-1) / predicted)
@@ -129,7 +129,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         low, high = (width_of(a_end, b_end, n, error) for a_end, b_end in zip(of_seeds[1:], of_draws[1:], strict=True))
         what = f"width for an error of {error:.0%} at N = {n}"
         note = "The interval has both terms at the same end of theirs."
-        table.append(Row(what=what, measured=width, low=low, high=high, kind="value", note=note))
+        table.append(estimate(what, (width, low, high), note=note))
     return table
 
 
@@ -195,7 +195,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     for one in (left, right):
         one.set_xscale("log", base=2)
         one.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        panels.legend(one)
+        panels.add_legend(one)
     left.set_yscale("log")
     left.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 40]))
     left.yaxis.set_minor_locator(NullLocator())

@@ -57,8 +57,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     figure, (left, middle, right) = panels.row(3, "The residual kernel as N and H go to infinity together")
     for color, ends, squared in zip(panels.COLORS, ENDS, data["squared"], strict=False):
         panels.power_law(left, settings["size"], squared, finite_kernels.title(ends), color=color)
-    panels.label(left, "Every model's distance from the recursion", "N = H", "squared error over the limit's square")
-    panels.legend(left)
+    panels.label(
+        left, "Every model's distance from the recursion", "N = H", "squared error over the limit's square", legend=True
+    )
     for axes, alpha_l in ((middle, 1.0), (right, 0.5)):
         panels.by_layer(axes, ENDS, settings["size"], data, alpha_l)
     panels.label(middle, r"Mean diagonal at $\alpha_L$ = 1", "block", r"$H^\ell$")

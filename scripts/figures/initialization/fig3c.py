@@ -60,13 +60,17 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     for color, (head_dim, density) in zip(panels.COLORS, data["density"].items(), strict=False):
         left.step(centers, density, where="mid", color=color, linewidth=1.4, label=f"N = {head_dim}")
     left.plot(centers, np.exp(-(centers**2) / 2) / np.sqrt(2 * np.pi), "--", color=panels.GREY, label="Gaussian")
-    panels.label(left, "Over heads and seeds, a pair of positions at a time", "logit / standard deviation", "density")
-    panels.legend(left)
+    panels.label(
+        left,
+        "Over heads and seeds, a pair of positions at a time",
+        "logit / standard deviation",
+        "density",
+        legend=True,
+    )
     for color, alpha, variance in zip(panels.COLORS, settings["alpha_a"], data["variance"], strict=False):
         name = rf"$\alpha_A$ = {alpha:g}"
         panels.power_law(right, settings["head_dim"], variance, name, color=color, predicted=1 - 2 * alpha)
-    panels.label(right, r"Dashed: slope $1 - 2\alpha_A$", "head dimension N", "variance over heads")
-    panels.legend(right)
+    panels.label(right, r"Dashed: slope $1 - 2\alpha_A$", "head dimension N", "variance over heads", legend=True)
     return figure
 
 

@@ -71,8 +71,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         panels.power_law(axes, depths, moved, rf"$\alpha_L$ = {alpha:g}", color=color, predicted=1 - 2 * alpha)
         axes.plot(depths, limit, "x", color=panels.INK, markersize=7, zorder=4)
     axes.plot([], [], "x", color=panels.INK, label="recursion, N and H infinite")
-    panels.label(axes, r"Dashed: slope $1 - 2\alpha_L$", "blocks L", r"$|h^{L+1} - h^1|^2 / D$")
-    panels.legend(axes)
+    panels.label(axes, r"Dashed: slope $1 - 2\alpha_L$", "blocks L", r"$|h^{L+1} - h^1|^2 / D$", legend=True)
     return figure
 
 

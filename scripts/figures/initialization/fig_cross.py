@@ -133,8 +133,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         panels.power_law(
             left, settings["heads"][alpha_a], data[alpha_a]["squared"][index], name, color=color, predicted=-1
         )
-    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square")
-    panels.legend(left)
+    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square", legend=True)
     for axes, (alpha_a, of) in zip(kernel_axes, data.items(), strict=True):
         for color, index in zip(panels.COLORS, range(len(settings["alpha_l"])), strict=False):
             by_layer, limit, without = (np.asarray(of[name][index])[:, 1] for name in ("by_layer", "limit", "without"))
@@ -143,8 +142,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             )
             axes.plot(limit, "--", color=color, linewidth=1.3, label="recursion")
             axes.plot(without, ":", color=color, linewidth=1.3, label="recursion without the cross term")
-        panels.label(axes, rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}", "block", r"$H^\ell$")
-        panels.legend(axes)
+        panels.label(axes, rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}", "block", r"$H^\ell$", legend=True)
     return figure
 
 

@@ -80,8 +80,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         for color, group in zip(panels.COLORS[1:], CROSS, strict=False):
             panels.power_law(one, settings["depth"], of[group], group, color=color, predicted=-alpha_l)
         title = "control: constant branches" if name == "constant" else rf"$\alpha_L$ = {name}"
-        panels.label(one, f"{title}, dashed: theory", "blocks of the decoder", "gradient, root mean square")
-        panels.legend(one)
+        panels.label(
+            one, f"{title}, dashed: theory", "blocks of the decoder", "gradient, root mean square", legend=True
+        )
     return figure
 
 

@@ -54,8 +54,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         one.plot(layers, linear_net.limit(layers, settings["rate"]), "--", color=panels.GREY, label="limit")
         one.plot(layers, measured, "o", color=panels.BLUE, label=f"nets of width {settings['width']:,}")
         one.plot(layers, control, "s", color=panels.ORANGE, markersize=4, label="without response terms")
-        panels.label(one, f"L = {depth}", r"layer $\ell$", r"$|h^\ell|^2 / N$")
-        panels.legend(one)
+        panels.label(one, f"L = {depth}", r"layer $\ell$", r"$|h^\ell|^2 / N$", legend=True)
     return figure
 
 

@@ -114,8 +114,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             ):
                 one.plot(x, start * (x / x[0]) ** exponents[alpha], style, color=panels.GREY, label=name)
             title = rf"$\alpha_A$ = {alpha:g}, $\gamma_0$ = {rule['gamma0']:g}"
-            panels.label(one, title, "head dimension N", "variance over heads" if g + a == 0 else "")
-            panels.legend(one)
+            panels.label(one, title, "head dimension N", "variance over heads" if g + a == 0 else "", legend=True)
     return figure
 
 

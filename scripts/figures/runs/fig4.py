@@ -83,8 +83,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     ):
         for color, step, values in zip(panels.COLORS, settings["at"], data[name], strict=False):
             panels.power_law(one, settings["heads"], values, f"{step} steps", color=color, predicted=-1.0)
-        panels.label(one, f"{name.capitalize()}; dashed: slope -1", "heads H", unit)
-        panels.legend(one)
+        panels.label(one, f"{name.capitalize()}; dashed: slope -1", "heads H", unit, legend=True)
     return figure
 
 

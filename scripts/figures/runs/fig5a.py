@@ -76,8 +76,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             slope = rule["alpha_l"] - 1
             name = rf"$\alpha_L$ = {rule['alpha_l']:g}, $\beta_0$ = {rule['beta0']:g} (predicted {slope:+g})"
             panels.power_law(one, settings["depth"], values, name, color=color, predicted=slope)
-        panels.label(one, f"After {step} steps", "depth L", "root mean square change")
-        panels.legend(one)
+        panels.label(one, f"After {step} steps", "depth L", "root mean square change", legend=True)
     return figure
 
 
