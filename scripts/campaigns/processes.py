@@ -10,14 +10,13 @@ end bitwise as the run that was left alone. What the file holds counts; the rest
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 from mupax.command_line import Switch
 from scripts import ROOT, harness
 from scripts.campaigns import tiny_runs
+from scripts.campaigns.injection.calls import Action, when, with_result
 from scripts.campaigns.tiny_runs import Session
 
 PAGE = ROOT / "docs" / "processes.md"
@@ -63,7 +63,7 @@ class Failure:
     Attributes:
         name: in the table.
         reason: what every process that is left must say; PROCESS stands for the number of the one that failed.
-        sick: called in the process before it starts, with what is to be called at the moment of the failure.
+        sick: called in the process before it starts.
         sent: signal that it gets from outside instead.
         passes: whether the run goes on and must end with 0.
         dies: whether the process that fails cannot say so itself.
@@ -73,7 +73,7 @@ class Failure:
 
     name: str
     reason: str
-    sick: Callable[[Callable[[], None]], None] | None = None
+    sick: Action | None = None
     sent: signal.Signals | None = None
     passes: bool = False
     dies: bool = False
@@ -81,121 +81,57 @@ class Failure:
     phases: tuple[str, ...] = ("training",)
 
 
-def raising(module: str, name: str, call: int = 1, before: bool = True) -> Callable[[Callable[[], None]], None]:
-    """A function that raises at its `call`-th call, in place of what it does or after it."""
-
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            if not before:
-                real(*args, **options)
-            strikes()
-            raise RuntimeError(_BROKEN)
-
-        at_call(module, name, call, wrapped)
-
-    return sick
+def broken() -> None:
+    """Raise an error."""
+    raise RuntimeError(_BROKEN)
 
 
-def aborting(module: str, name: str) -> Callable[[Callable[[], None]], None]:
-    """A function in which a library aborts the process."""
+def other(group: str, field: str) -> Action:
+    """Return what has this process say something else of itself than the others."""
 
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            os.abort()
+    def change(facts: Any) -> Any:
+        return {**facts, group: {**facts[group], field: "another"}}
 
-        at_call(module, name, 1, wrapped)
-
-    return sick
+    return with_result(("mupax.train.parallel.agreement", "facts"), change)
 
 
-def other(group: str, field: str) -> Callable[[Callable[[], None]], None]:
-    """A process that has something else than the others."""
+def full(saves: int | None) -> Action:
+    """Return a disk that takes no file of more than 16 KiB from the second save on, for so many saves or for good."""
 
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            facts = real(*args, **options)
-            return {**facts, group: {**facts[group], field: "another"}}
-
-        at_call("mupax.train.parallel.agreement", "facts", 1, wrapped)
-
-    return sick
-
-
-def slow(module: str, name: str, call: int, seconds: float) -> Callable[[Callable[[], None]], None]:
-    """A function that takes so much longer at its `call`-th call."""
-
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            time.sleep(seconds)
-            return real(*args, **options)
-
-        at_call(module, name, call, wrapped)
-
-    return sick
-
-
-def full(saves: int | None) -> Callable[[Callable[[], None]], None]:
-    """A disk that takes no file of more than 16 KiB from the second save on, for so many saves or for good."""
-
-    def sick(strikes: Callable[[], None]) -> None:
+    def sick() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         room = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-        def fills(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, room[1]))
-            return real(*args, **options)
-
-        def empties(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            resource.setrlimit(resource.RLIMIT_FSIZE, room)
-            return real(*args, **options)
-
         save = "mupax.train.checkpoints.layout", "host_shards"
-        at_call(*save, 2, fills)
+        when(save, 2, partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 14, room[1])))()
         if saves is not None:
-            at_call(*save, 2 + saves, empties)
+            when(save, 2 + saves, partial(resource.setrlimit, resource.RLIMIT_FSIZE, room))()
 
     return sick
 
 
-def at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> None:
-    """Have a function, `name` of a module or of a class in it, replaced at its `call`-th call."""
-    owner, calls = importlib.import_module(module), [0]
-    *outer, name = name.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    real = getattr(owner, name)
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        return wrapped(real, *args, **options) if calls[0] == call else real(*args, **options)
-
-    setattr(owner, name, counted)
-
-
-_SAVE, _PROGRAM = ("mupax.train.checkpoints.checkpointer", "ocp.save_async"), "mupax.train.core.program"
+_SAVE = "mupax.train.checkpoints.checkpointer", "ocp.save_async"
+_COMPILE = "mupax.train.core.program", "Program.compile_train"
+_DATA = "mupax.train.parallel.sharding", "BatchSharding.shard_batch"
+_DIGESTS = "mupax.train.checkpoints.folder", "file_digests"
 _ALWAYS = ("starting", "compiling", "training", "saving", "resuming")
 FAILURES = (
     Failure("killed", "process PROCESS (", sent=signal.SIGKILL, dies=True, phases=_ALWAYS),
     Failure("full disk", "File too large", full(None), phases=("saving",)),
     Failure("stopped", "process PROCESS (", sent=signal.SIGSTOP, dies=True, phases=("compiling", "training", "saving")),
     Failure("full disk for one save", "File too large", full(1), passes=True, phases=("saving",)),
-    Failure("raises before orbax saves", _BROKEN, raising(*_SAVE, 2), phases=("saving",)),
-    Failure("raises after orbax has begun", _BROKEN, raising(*_SAVE, 2, before=False), phases=("saving",)),
-    Failure("raises in data", _BROKEN, raising("mupax.train.parallel.sharding", "BatchSharding.shard_batch", 12)),
-    Failure("raises in the compiler", _BROKEN, raising(_PROGRAM, "Program.compile_train"), phases=("compiling",)),
-    Failure("aborts in the compiler", "aborted by a library", aborting(_PROGRAM, "Program.compile_train"), dies=True, phases=("compiling",)),
+    Failure("raises before orbax saves", _BROKEN, when(_SAVE, 2, broken), phases=("saving",)),
+    Failure("raises after orbax has begun", _BROKEN, when(_SAVE, 2, broken, after=True), phases=("saving",)),
+    Failure("raises in data", _BROKEN, when(_DATA, 12, broken)),
+    Failure("raises in the compiler", _BROKEN, when(_COMPILE, 1, broken), phases=("compiling",)),
+    Failure("aborts in the compiler", "aborted by a library", when(_COMPILE, 1, os.abort), dies=True, phases=("compiling",)),
     Failure("other code", "run the same code on all hosts", other("code", "train/core/step.py"), code=2, phases=("starting",)),
     Failure("other flags", "start all processes with the same flags", other("config", "seed"), code=2, phases=("starting",)),
     Failure("other XLA flags", "set the same in all processes", other("environment", "XLA_FLAGS"), code=2, phases=("starting",)),
-    Failure("slow data", "", slow("mupax.train.parallel.sharding", "BatchSharding.shard_batch", 12, 12.0), passes=True),
+    Failure("slow data", "", when(_DATA, 12, partial(time.sleep, 12.0)), passes=True),
     Failure(
-        "slow compiler", "", slow(_PROGRAM, "Program.compile_train", 1, 40.0), passes=True, phases=("compiling",)
+        "slow compiler", "", when(_COMPILE, 1, partial(time.sleep, 40.0)), passes=True, phases=("compiling",)
     ),
-    Failure("slow disk", "", slow("mupax.train.checkpoints.folder", "file_digests", 2, 12.0), passes=True, phases=("saving",)),
+    Failure("slow disk", "", when(_DIGESTS, 2, partial(time.sleep, 12.0)), passes=True, phases=("saving",)),
 )  # fmt: skip
 
 
@@ -219,7 +155,8 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
             time.sleep(0.01)
         session.send(signal.SIGKILL, range(case.processes))
         session.wait(10)
-    session = Session(case, folder, name, STEPS, {index: partial(failure.sick, struck.touch)} if failure.sick else None)
+    os.environ["STRUCK"] = str(struck)
+    session = Session(case, folder, name, STEPS, {index: failure.sick} if failure.sick else None)
     if failure.sent is not None:
         reached = "starting" if phase == "resuming" else phase
         while None in session.poll() and phase_of(session, folder / name) != reached:

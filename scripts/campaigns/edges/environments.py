@@ -20,12 +20,12 @@ from typing import Any
 from scripts.campaigns import tiny_runs
 from scripts.campaigns.edges import trial
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial
+from scripts.campaigns.injection.calls import Action, option, variable
 from scripts.campaigns.tiny_runs import Session
 
 STEPS, EVERY = 8, 4
 """Steps of a run, and steps between its checkpoints."""
 
-Action = Callable[[], object]
 Edit = Callable[[dict[str, Any]], object]
 
 
@@ -67,22 +67,6 @@ class Change:
     more: tuple[str, ...] = ()
     bits: bool = True
     processes: int = 1
-
-
-def variable(name: str, value: str) -> Action:
-    """Return what sets a variable of the environment."""
-    return partial(os.environ.__setitem__, name, value)
-
-
-def option(name: str, value: Any) -> Action:
-    """Return what sets an option of JAX."""
-
-    def sick() -> None:
-        import jax
-
-        jax.config.update(name, value)
-
-    return sick
 
 
 def recorded(group: str, name: str, value: Any) -> Edit:

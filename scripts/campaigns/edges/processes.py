@@ -23,7 +23,7 @@ from scripts.campaigns import tiny_runs
 from scripts.campaigns.edges import trial
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial
 from scripts.campaigns.injection import clock, links
-from scripts.campaigns.processes import at_call
+from scripts.campaigns.injection.calls import Action, option, strike, struck, variable, when, with_result
 from scripts.campaigns.tiny_runs import Session
 
 STEPS, EVERY = 8, 4
@@ -38,8 +38,6 @@ _PUT = "mupax.train.parallel.sharding", "BatchSharding.shard_batch"
 _COMPILE = "mupax.train.core.program", "Program.compile_train"
 _INPUTS = "mupax.train.core.program", "Program.step_inputs"
 _STALLED = "--faults.collective-seconds"
-
-Action = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -88,25 +86,6 @@ class Fault:
     unsaved: int | None = None
 
 
-def when(place: tuple[str, str], call: int, action: Action) -> Action:
-    """Return what has an action done at a call of a function, just before it."""
-
-    def sick() -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strike()
-            action()
-            return real(*args, **options)
-
-        at_call(*place, call, wrapped)
-
-    return sick
-
-
-def strike() -> None:
-    """Note in a file that the fault has come now."""
-    Path(os.environ["STRUCK"]).touch()
-
-
 def stop_for(seconds: float | None) -> Action:
     """Return what stops this process with all its threads, as a debugger does; for good if `seconds` is `None`."""
 
@@ -120,49 +99,9 @@ def stop_for(seconds: float | None) -> Action:
     return action
 
 
-def with_option(name: str, value: Any) -> Action:
-    """Return what sets an option of JAX otherwise."""
-
-    def sick() -> None:
-        import jax
-
-        strike()
-        jax.config.update(name, value)
-
-    return sick
-
-
-def with_variable(name: str, value: str) -> Action:
-    """Return what sets a variable of the environment otherwise."""
-
-    def sick() -> None:
-        strike()
-        os.environ[name] = value
-
-    return sick
-
-
 def with_words(*words: str) -> Action:
     """Return what adds flags to the command line of a process."""
-
-    def sick() -> None:
-        strike()
-        sys.argv += words
-
-    return sick
-
-
-def with_result(place: tuple[str, str], change: Callable[[Any], Any]) -> Action:
-    """Return what changes the result of a function's first call."""
-
-    def sick() -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strike()
-            return change(real(*args, **options))
-
-        at_call(*place, 1, wrapped)
-
-    return sick
+    return struck(lambda: sys.argv.extend(words))
 
 
 def flipped(array: Any) -> Any:
@@ -327,12 +266,12 @@ def _differences() -> list[Fault]:
         "jax_softmax_custom_jvp": True,
     }
     faults = [
-        Fault(f"other {name}", "other options", {1: with_option(name, value)}, name, code=2)
+        Fault(f"other {name}", "other options", {1: struck(option(name, value))}, name, code=2)
         for name, value in options.items()
     ]
     harmless = {"jax_log_compiles": True, "jax_traceback_filtering": "off", "jax_compilation_cache_max_size": 10**9}
     faults += [
-        Fault(f"other {n}, which changes no number", "other options", {1: with_option(n, v)})
+        Fault(f"other {n}, which changes no number", "other options", {1: struck(option(n, v))})
         for n, v in harmless.items()
     ]
     flags = (
@@ -357,7 +296,7 @@ def _differences() -> list[Fault]:
     ]
     variables = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true", "NVIDIA_TF32_OVERRIDE": "0"}
     faults += [
-        Fault(f"other {name}", "other config", {1: with_variable(name, value)}, f"has {name}=", code=2)
+        Fault(f"other {name}", "other config", {1: struck(variable(name, value))}, f"has {name}=", code=2)
         for name, value in variables.items()
     ]
     faults.append(
@@ -565,7 +504,7 @@ def _of_studies(shared: Path) -> list[Trial]:
             "stopped for 3 s": partial(passes, sick=when(_POINT, 2, stop_for(3.0))),
             "slow by 5 s": partial(passes, sick=when(_POINT_STEP, 2, partial(time.sleep, 5.0))),
             "other random numbers when it goes on": partial(
-                other_environment, sick=with_option("jax_default_prng_impl", "rbg"), name="jax_default_prng_impl"
+                other_environment, sick=struck(option("jax_default_prng_impl", "rbg")), name="jax_default_prng_impl"
             ),
             "the variables of a launcher of two processes": partial(passes, sick=_launched),
         }.items():
