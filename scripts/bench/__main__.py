@@ -115,9 +115,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is named, and write the page; returns the exit code 0."""
     args = harness.parse(Options, argv)
-    unknown = set(args.names) - set(MODULES)
-    if unknown:
-        harness.refuse(f"no benchmark is named {', '.join(sorted(unknown))}; write {', '.join(MODULES)}")
+    harness.check_names(args.names, MODULES, "benchmark")
     for name in MODULES if args.all else args.names:
         words = [sys.executable, "-m", f"scripts.bench.{MODULES[name]}", "--json", str(FOLDER / f"{name}.json")]
         words += ["--one-core"] if args.one_core else []

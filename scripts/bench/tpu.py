@@ -103,8 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Add a report; returns the exit code 0."""
     args = harness.parse(Options, argv)
     record, report = json.loads(FILE.read_text()), json.loads(args.json.read_text())
-    if args.shape not in record["shapes"]:
-        harness.refuse(f"no shape is named {args.shape!r}; write one of {', '.join(record['shapes'])}")
+    harness.check_names([args.shape], record["shapes"], "shape")
     if not report["fits"]:
         harness.refuse(f"{args.json} is of a step that does not fit; there is nothing to compare")
     record["rows"].append(row_of(report, args.shape, args.says, commits.head(ROOT)))

@@ -8,7 +8,6 @@ NAME-full. A figure whose record has the same settings is only drawn again.
 
 from __future__ import annotations
 
-import difflib
 import platform
 import sys
 import time
@@ -47,10 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 2 for a wrong name."""
     figure_names = page.names()
     args = harness.parse(Options, argv)
-    if unknown := [name for name in args.names if name not in figure_names]:
-        near = difflib.get_close_matches(unknown[0], figure_names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        harness.refuse(f"no figure is named {unknown[0]}; {hint}the figures are {', '.join(figure_names)}")
+    harness.check_names(args.names, figure_names, "figure")
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or figure_names:
         if args.list:

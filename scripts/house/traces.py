@@ -23,6 +23,8 @@ and 64 there, by rules that it did not write down.
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import inspect
 import json
 import os
@@ -31,14 +33,10 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from tyro.conf import Positional
-
-from scripts import harness
 from scripts.house.sizes import PRODUCT, ROOT, TIMEOUT_S, environment
 
 RECIPE = "lm-tiny"
@@ -49,7 +47,7 @@ HELD_S = 60.0
 ANONYMOUS = ("<module>", "<lambda>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Function:
     """A function of mupax's own, by its file from the root and its qualified name."""
 
@@ -57,7 +55,7 @@ class Function:
     name: str
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
     """A part of a run that is traced.
 
@@ -300,22 +298,15 @@ def _train(part: Part, workdir: str) -> None:
     loop.run(command.config)
 
 
-@dataclass(frozen=True)
-class Options:
-    """Flags of the command."""
-
-    part: Positional[str]
-    out: Positional[Path]
-    """JSON file to write."""
-    root: Path = ROOT
-    """Checkout that is traced."""
-
-
 def main() -> None:
     """Trace the part that the command line names."""
-    args = harness.parse(Options)
-    harness.check_names([args.part], PARTS)
-    trace(args.part, args.out, args.root)
+    # Not scripts.harness, which imports mupax: here the traced mupax is imported, and later.
+    parser = argparse.ArgumentParser(description="Trace the functions that run in a part of a run.")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout that is traced")
+    words = parser.parse_args()
+    trace(words.part, words.out, words.root)
 
 
 if __name__ == "__main__":

@@ -249,8 +249,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the cells that are asked for, all unless named, and write the page; 0 when all are done."""
     args = harness.parse(Options, argv)
-    if unknown := [name for name in args.cells if name not in CELLS]:
-        harness.refuse(f"{unknown[0]} is not among {', '.join(CELLS)}")
+    harness.check_names(args.cells, CELLS, "cell")
     if args.list:
         for cell in CELLS.values():
             print(

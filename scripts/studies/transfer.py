@@ -246,8 +246,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the studies that are asked for, all unless named, and write the page; 0 when all are done."""
     args = harness.parse(Options, argv)
-    if unknown := [name for name in args.names if name not in STUDIES]:
-        harness.refuse(f"{unknown[0]} is not among {', '.join(STUDIES)}")
+    harness.check_names(args.names, STUDIES, "study")
     for name in args.names or STUDIES:
         command = words(name, args.minutes)
         if args.list:

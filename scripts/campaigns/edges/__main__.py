@@ -62,8 +62,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials without a result and write the page. Return 0 if no trial shows a fault."""
     args = harness.parse(Options, argv)
-    if unknown := [name for name in args.campaigns if name not in CAMPAIGNS]:
-        harness.refuse(f"there is no campaign {unknown[0]}: write one of {', '.join(CAMPAIGNS)}")
+    harness.check_names(args.campaigns, CAMPAIGNS, "campaign")
     names = args.campaigns or list(CAMPAIGNS)
     for name in names:
         run_campaign(name, args)
