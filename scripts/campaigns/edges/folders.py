@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,14 @@ class Lab:
                 raise SystemExit(f"{words} fails by itself:\n{ended.output[-2000:]}")
         return self.folder
 
+    def watched(self, folder: Path, bucket: bool = False) -> Bucket | shim.Control:
+        """Count operations on what lies in a trial's folder, or in the bucket, from now on, and return what counts them."""
+        if bucket:
+            self.bucket.watch("")
+            return self.bucket
+        self.control.watch(folder / "place")
+        return self.control
+
     @property
     def text(self) -> Path:
         """A small text."""
@@ -219,12 +227,9 @@ def undisturbed(
         folder.mkdir()
         tried = attempt(lab, MAKERS[name], folder, bucket=bucket, empty=empty)
         tried.words(tried.maker.words)  # the source is made before operations are counted
-        if bucket:
-            lab.bucket.watch("")
-        else:
-            lab.control.watch(folder / "place")
+        counter = lab.watched(folder, bucket)
         ended = tried.run()
-        calls = lab.bucket.calls() if bucket else lab.control.calls()
+        calls = counter.calls()
         lab.control.watch(None)
         if ended.code != 0:
             raise SystemExit(f"{name} fails by itself: {ended.output[-2000:]}")
@@ -249,12 +254,7 @@ def killed(
         return Outcome("ok", f"the command has no {kind} there")
     tried = attempt(lab, MAKERS[name], folder, bucket=bucket, empty=empty)
     number = min(int(share * calls[kind]), calls[kind] - 1)
-    if bucket:
-        lab.bucket.watch("")
-        lab.bucket.arm(kind, moment, number)
-    else:
-        lab.control.watch(folder / "place")
-        lab.control.arm(kind, moment, number)
+    lab.watched(folder, bucket).arm(kind, moment, number)
     first = tried.run(victim=bucket)
     if bucket:
         lab.bucket.watch("")
@@ -344,8 +344,7 @@ def full(lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: b
         return Outcome("ok", f"the command has no {kind} there")
     tried = attempt(lab, MAKERS[name], folder, empty=empty)
     number = min(int(share * calls[kind]), calls[kind] - 1)
-    lab.control.watch(folder / "place")
-    lab.control.arm(kind, "ENOSPC", number, ALWAYS)
+    lab.watched(folder).arm(kind, "ENOSPC", number, ALWAYS)
     first = tried.run()
     lab.control.watch(None)
     if first.code == 0 and lab.digests(tried.maker, tried.out) == expected:
@@ -393,8 +392,7 @@ def someone_elses(lab: Lab, name: str, folder: Path) -> Outcome:
     """Put a file into the folder of a killed command: the command must refuse to delete it."""
     _, calls = undisturbed(lab, name, empty=True)
     tried = attempt(lab, MAKERS[name], folder, empty=True)
-    lab.control.watch(folder / "place")
-    lab.control.arm("fsync", "killed", calls["fsync"] // 2)
+    lab.watched(folder).arm("fsync", "killed", calls["fsync"] // 2)
     tried.run()
     lab.control.watch(None)
     own = Path(tried.out) / "my-notes.txt"
@@ -409,8 +407,7 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
     """Start the command while the same command is stopped in the middle: the second is refused, the first one goes on."""
     expected, calls = undisturbed(lab, name)
     tried = attempt(lab, MAKERS[name], folder)
-    lab.control.watch(folder / "place")
-    lab.control.arm("fsync", "slow", calls["fsync"] - 1, milliseconds=15000)
+    lab.watched(folder).arm("fsync", "slow", calls["fsync"] - 1, milliseconds=15000)
     words = tried.words(tried.maker.words)
     pid = lab.worker.ask({"start": words, "environ": tried.environ}, BOUND_S)
     lab.worker.ask({"go": pid}, BOUND_S)
@@ -505,52 +502,38 @@ def trials(shared: Path, seed: int) -> list[Trial]:
     """Return all trials: kills on a disk and in a bucket, full disks, somebody else's files, two commands at once."""
     lab = Lab(shared)
     planned: list[Trial] = []
+
+    def add(title: str, group: str, run: Callable[..., Outcome], *words: Any, **options: Any) -> None:
+        planned.append(Trial(f"{group}: {title}", group.partition(" into ")[0], partial(run, lab, *words, **options)))
+
     for name, maker in MAKERS.items():
-        planned += _killed_on_disk(lab, name, maker, seed)
-        for index, kind in enumerate(FULL_KINDS):
+        for index, kind in enumerate(DISK_KINDS):
             if kind in maker.absent:
                 continue
+            for after, moment in enumerate(MOMENTS):
+                share = SHARES[(index + after + seed) % len(SHARES)]
+                title = f"{moment} {kind} at {share:.0%}"
+                add(title, name, killed, name, kind, moment, share)
+                if maker.makes_folder and kind in ("write", "rename", "fsync"):
+                    add(title, f"{name} into an empty folder", killed, name, kind, moment, share, empty=True)
+        add("killed after the last rename", name, killed, name, "rename", "killed after", 0.999)
+        for index, kind in enumerate(FULL_KINDS):
             share = SHARES[(index + 1) % len(SHARES)]
-            call = partial(full, lab, name, kind, share)
-            planned.append(Trial(f"{name}: full disk from {kind} at {share:.0%}", name, call))
-        for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
-            if maker.makes_folder:
-                call = partial(killed, lab, name, kind, moment, share, bucket=True)
-                group = f"{name} in a bucket"
-                planned.append(Trial(f"{group}: {moment} {kind} at {share:.0%}", group, call))
-        if maker.makes_folder:
-            for share in (0.3, 0.8):
-                call = partial(really_full, lab, name, share)
-                planned.append(Trial(f"{name}: a file system of {share:.0%} of its size", name, call))
-            call = partial(someone_elses, lab, name)
-            planned.append(Trial(f"{name}: a file of somebody else in the way", name, call))
-            call = partial(while_another_makes, lab, name)
-            planned.append(Trial(f"{name}: twice at once", name, call))
-    for processes in (1, 2):
-        call = partial(undeletable, lab, processes)
-        planned.append(Trial(f"checkpoints: one cannot be deleted, processes {processes}", "checkpoints", call))
-    call = partial(listed_while_saved, lab)
-    planned.append(Trial("checkpoints: listed while a run saves in a bucket", "checkpoints", call))
-    call = partial(smaller_keep, lab)
-    planned.append(Trial("checkpoints: a resume keeps fewer", "checkpoints", call))
-    return planned
-
-
-def _killed_on_disk(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]:
-    """Return the kills of one command on a disk: every kind of operation, before and after it."""
-    planned: list[Trial] = []
-    for index, kind in enumerate(DISK_KINDS):
-        if kind in maker.absent:
+            if kind not in maker.absent:
+                add(f"full disk from {kind} at {share:.0%}", name, full, name, kind, share)
+        if not maker.makes_folder:
             continue
-        for after, moment in enumerate(MOMENTS):
-            share = SHARES[(index + after + seed) % len(SHARES)]
-            call = partial(killed, lab, name, kind, moment, share)
-            planned.append(Trial(f"{name}: {moment} {kind} at {share:.0%}", name, call))
-            if maker.makes_folder and kind in ("write", "rename", "fsync"):
-                call = partial(killed, lab, name, kind, moment, share, empty=True)
-                planned.append(Trial(f"{name} into an empty folder: {moment} {kind} at {share:.0%}", name, call))
-    call = partial(killed, lab, name, "rename", "killed after", 0.999)
-    planned.append(Trial(f"{name}: killed after the last rename", name, call))
+        for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
+            title = f"{moment} {kind} at {share:.0%}"
+            add(title, f"{name} in a bucket", killed, name, kind, moment, share, bucket=True)
+        for share in (0.3, 0.8):
+            add(f"a file system of {share:.0%} of its size", name, really_full, name, share)
+        add("a file of somebody else in the way", name, someone_elses, name)
+        add("twice at once", name, while_another_makes, name)
+    for processes in (1, 2):
+        add(f"one cannot be deleted, processes {processes}", "checkpoints", undeletable, processes)
+    add("listed while a run saves in a bucket", "checkpoints", listed_while_saved)
+    add("a resume keeps fewer", "checkpoints", smaller_keep)
     return planned
 
 

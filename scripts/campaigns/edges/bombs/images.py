@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, loading
 
 PIXELS = "--data.limits.megapixels"
+
+_READ = loading("images:images", images=True)
+_READ_THE_OTHERS = loading("images:images", images=True, on_broken="skip")
 
 
 def samples() -> Iterator[Sample]:
@@ -62,13 +65,13 @@ def samples() -> Iterator[Sample]:
     }
     for title, (content, codes, flag) in files.items():
         make = partial(_make, suffix=title.partition(":")[0], content=content)
-        yield Sample(f"image {title}", "images", make, _read, codes, flag)
+        yield Sample(f"image {title}", "images", make, _READ, codes, flag)
     bomb = partial(_make, suffix="png", content=files["png: 13,000 x 13,000, black and white"][0])
-    yield Sample("image png: 13,000 x 13,000, left out", "images", bomb, _read_the_others, LOADS, "left out")
+    yield Sample("image png: 13,000 x 13,000, left out", "images", bomb, _READ_THE_OTHERS, LOADS, "left out")
     yield Sample("image png: 13,000 x 13,000, allowed", "images", bomb, _read_all, LOADS)
     eight = partial(_make, suffix="png", content=files["png: 11,000 x 11,000, colour"][0], copies=4)
-    yield Sample("image png: four of 11,000 x 11,000", "images", eight, _read, LOADS)
-    yield Sample("image jpeg: a photograph of 100 megapixels", "honest", _photograph, _read, LOADS)
+    yield Sample("image png: four of 11,000 x 11,000", "images", eight, _READ, LOADS)
+    yield Sample("image jpeg: a photograph of 100 megapixels", "honest", _photograph, _READ, LOADS)
 
 
 def _make(folder: Path, suffix: str, content: Callable[[], bytes], copies: int = 1) -> None:
@@ -88,14 +91,6 @@ def _small_images(folder: Path) -> None:
         for number in range(12):
             pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / "images" / label / f"{number}.png")
-
-
-def _read(folder: Path) -> int:
-    return first_batches(folder, "images:images", images=True)
-
-
-def _read_the_others(folder: Path) -> int:
-    return first_batches(folder, "images:images", images=True, on_broken="skip")
 
 
 def _read_all(folder: Path) -> int:

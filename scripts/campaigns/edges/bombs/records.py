@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, mupax
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, first_batches, loading, mupax
 
 MIB = 2**20
 RATIO = "--data.limits.ratio"
@@ -90,6 +90,7 @@ def _wide_list() -> Iterator[bytes]:
     yield b"{}]}\n"
 
 
+_STREAM = loading("hf:set")
 _STREAMS: dict[str, tuple[Callable[[], Iterator[bytes]], str]] = {
     "a first line of 1.2 GB": (_long_first, "--data.limits"),
     "a later line of 1.2 GB": (_long_later, "--data.limits"),
@@ -105,7 +106,7 @@ def _lines() -> Iterator[Sample]:
         for title, (blocks, flag) in _STREAMS.items():
             file = f"data.jsonl.{suffix}"
             make = partial(_make_file, file=file, blocks=blocks)
-            read = partial(_prepare, file=file)
+            read = command(f"data prepare records:{file}")
             codes = REFUSED if flag else LOADS
             yield Sample(f"{file}: {title}", f"JSON lines .{suffix}", make, read, codes, flag)
     # Where nothing stands before what is left out, nothing is left to read.
@@ -113,7 +114,7 @@ def _lines() -> Iterator[Sample]:
     for suffix, title, says in left:
         file = f"data.jsonl.{suffix}"
         make = partial(_make_file, file=file, blocks=_STREAMS[title][0])
-        read = partial(_prepare, file=file, more=["--on-broken", "skip"])
+        read = command(f"data prepare records:{file} --on-broken skip")
         yield Sample(f"{file}: {title}, left out", f"JSON lines .{suffix}", make, read, EITHER, says)
     for suffix in ("gz", "zst", "bz2", "xz"):
         file = f"data.jsonl.{suffix}"
@@ -124,10 +125,6 @@ def _lines() -> Iterator[Sample]:
 
 def _make_file(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
     _write(folder / file, blocks())
-
-
-def _prepare(folder: Path, file: str, more: list[str] | None = None) -> int:
-    return mupax(folder, "data", "prepare", f"records:{file}", *(more or []))
 
 
 def _chat(folder: Path, file: str) -> int:
@@ -153,7 +150,7 @@ def _plain_lines() -> Iterator[Sample]:
     }
     for title, (content, codes) in contents.items():
         make = partial(_make_bytes, file="data.jsonl", content=content)
-        read = partial(_prepare, file="data.jsonl")
+        read = command("data prepare records:data.jsonl")
         yield Sample(f"data.jsonl: {title}", "JSON lines", make, read, codes)
 
 
@@ -178,7 +175,7 @@ def _parquet() -> Iterator[Sample]:
         "a prompt repeated 2,000 times": (_repeated_prompts, LOADS, ""),
     }
     for title, (make, codes, flag) in tables.items():
-        read = partial(_prepare, file="data.parquet")
+        read = command("data prepare records:data.parquet")
         yield Sample(f"data.parquet: {title}", "Parquet", make, read, codes, flag)
     yield Sample(
         "chat.parquet: two million messages of 1 MB",
@@ -192,7 +189,7 @@ def _parquet() -> Iterator[Sample]:
         "data.parquet: two million rows of a text of 1 MB, left out",
         "Parquet",
         _one_text,
-        partial(_prepare, file="data.parquet", more=["--on-broken", "skip"]),
+        command("data prepare records:data.parquet --on-broken skip"),
         REFUSED,
         "left out",
     )
@@ -331,11 +328,11 @@ def _repeated_prompts(folder: Path) -> None:
 def _hub() -> Iterator[Sample]:
     for suffix in ("gz", "zst", "xz"):
         make = partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_later)
-        yield Sample(f"hf:FOLDER, .{suffix}: a line of 1.2 GB", "datasets", make, _stream, REFUSED)
+        yield Sample(f"hf:FOLDER, .{suffix}: a line of 1.2 GB", "datasets", make, _STREAM, REFUSED)
         make = partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_first)
-        yield Sample(f"hf:FOLDER, .{suffix}: a first line of 1.2 GB", "datasets", make, _stream, REFUSED)
-    yield Sample("hf:FOLDER: Parquet of one text", "datasets", _hub_parquet, _stream, REFUSED, RATIO)
-    yield Sample("hf:FOLDER: ordinary Parquet", "datasets", _hub_ordinary, _stream, LOADS)
+        yield Sample(f"hf:FOLDER, .{suffix}: a first line of 1.2 GB", "datasets", make, _STREAM, REFUSED)
+    yield Sample("hf:FOLDER: Parquet of one text", "datasets", _hub_parquet, _STREAM, REFUSED, RATIO)
+    yield Sample("hf:FOLDER: ordinary Parquet", "datasets", _hub_ordinary, _STREAM, LOADS)
 
 
 def _make_in_folder(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
@@ -353,12 +350,8 @@ def _hub_ordinary(folder: Path) -> None:
     _ordinary(folder / "set")
 
 
-def _stream(folder: Path) -> int:
-    return first_batches(folder, "hf:set")
-
-
 def _arrays() -> Iterator[Sample]:
-    read_ids = partial(_prepare, file="ids.npy", more=["--tokenizer", "ids:300"])
+    read_ids = command("data prepare records:ids.npy --tokenizer ids:300")
     for title, make in {
         "objects, which are pickled": _npy_objects,
         "a header of 4 GB": partial(_npy_header, header=b"x" * 100, length=2**32 - 1),
@@ -367,7 +360,7 @@ def _arrays() -> Iterator[Sample]:
         "a type of 1 GB": partial(_npy_header, header=_npy_fields("|V1000000000", (1,))),
     }.items():
         yield Sample(f"ids.npy: {title}", "NumPy", make, read_ids, REFUSED)
-    read_parts = partial(mupax_data, words=["prepare", "cifar5m", "--data-dir", "."])
+    read_parts = command("data prepare cifar5m --data-dir .")
     for title, make in {
         "10^11 images": partial(_npz, shape=(10**11, 32, 32, 3)),
         "an array of other things": partial(_npz, shape=(10**11,)),
@@ -389,11 +382,6 @@ def _arrays() -> Iterator[Sample]:
         _read_pixel,
         LOADS,
     )
-
-
-def mupax_data(folder: Path, words: list[str]) -> int:
-    """Run a command of `mupax data`."""
-    return mupax(folder, "data", *words)
 
 
 def _npy_objects(folder: Path) -> None:
@@ -484,11 +472,13 @@ def _honest() -> Iterator[Sample]:
     for suffix in ("gz", "zst", "bz2", "xz"):
         file = f"data.jsonl.{suffix}"
         make = partial(_make_file, file=file, blocks=_thirty_to_one)
-        yield Sample(f"{file}: 100 MB that compress 30:1", "honest", make, partial(_prepare, file=file), LOADS)
+        yield Sample(
+            f"{file}: 100 MB that compress 30:1", "honest", make, command(f"data prepare records:{file}"), LOADS
+        )
     for vocabulary in ("bytes", "subwords"):
         read = partial(_book, vocabulary=vocabulary)
         yield Sample(f"data.jsonl: two books of 9 MB, {vocabulary}", "honest", _make_books, read, LOADS)
-    read = partial(_prepare, file="data.parquet")
+    read = command("data prepare records:data.parquet")
     large = partial(_ordinary, rows=200_000, row_group_size=5000)
     yield Sample("data.parquet: 40 row groups", "honest", large, read, LOADS)
 
@@ -520,4 +510,4 @@ def _book(folder: Path, vocabulary: str) -> int:
 
         (folder / "tokenizer.json").write_text(json.dumps(small_tokenizer()))
         name = "tokenizer.json"
-    return _prepare(folder, "data.jsonl", ["--tokenizer", name])
+    return mupax(folder, "data", "prepare", "records:data.jsonl", "--tokenizer", name)

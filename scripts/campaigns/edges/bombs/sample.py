@@ -74,3 +74,13 @@ def first_batches(folder: Path, name: str, **fields: Any) -> int:
         return 0
 
     return load([])
+
+
+def command(line: str) -> Callable[[Path], int]:
+    """Return a reader: a `mupax` command in the folder of the sample."""
+    return lambda folder: mupax(folder, *line.split())
+
+
+def loading(name: str, **fields: Any) -> Callable[[Path], int]:
+    """Return a reader: what a run does with data of a name before its first step."""
+    return lambda folder: first_batches(folder, name, **fields)

@@ -10,9 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, mupax
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, mupax
 
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+
+_READ = command("data prepare text:text.txt --tokenizer tokenizer.json --separator a")
 
 
 def samples() -> Iterator[Sample]:
@@ -73,11 +75,11 @@ def samples() -> Iterator[Sample]:
     }
     for title, (content, codes) in files.items():
         make = partial(_make, content=content)
-        yield Sample(f"tokenizer.json: {title}", "tokenizer.json", make, _read, codes)
+        yield Sample(f"tokenizer.json: {title}", "tokenizer.json", make, _READ, codes)
     for title in ("1,000 Unigram pieces of 9,000 letters", "a normalizer that writes 3 million for a letter"):
         make = partial(_make, content=files[title][0])
         yield Sample(f"tokenizer.json: {title}, trained on records", "tokenizer.json", make, _read_stream, REFUSED)
-    yield Sample("tokenizer.json: 30 MB, 260,000 tokens", "honest", partial(_make, content=_large), _read, LOADS)
+    yield Sample("tokenizer.json: 30 MB, 260,000 tokens", "honest", partial(_make, content=_large), _READ, LOADS)
 
 
 def _make(folder: Path, content: Callable[[], Any]) -> None:
@@ -85,10 +87,6 @@ def _make(folder: Path, content: Callable[[], Any]) -> None:
     text = value if isinstance(value, bytes) else json.dumps(value, ensure_ascii=False).encode()
     (folder / "tokenizer.json").write_bytes(text)
     (folder / "text.txt").write_text("the hello of a world\n" * 2000 + "a" * 3000 + "\n")
-
-
-def _read(folder: Path) -> int:
-    return mupax(folder, "data", "prepare", "text:text.txt", "--tokenizer", "tokenizer.json", "--separator", "a")
 
 
 def _read_stream(folder: Path) -> int:

@@ -11,17 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, mupax
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, first_batches, mupax
 
 _CONFIG = {
     "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16,
     "activation_function": "gelu_new", "tie_word_embeddings": True,
 }  # fmt: skip
 
+_IMPORT = command("import model --out imported")
+
 
 def samples() -> Iterator[Sample]:
     """Yield every sample of this kind."""
-    yield Sample("weights: ordinary", "weights", _weights, _import, LOADS)
+    yield Sample("weights: ordinary", "weights", _weights, _IMPORT, LOADS)
     yield from _values()
     yield from _headers()
     yield from _configs()
@@ -55,10 +57,6 @@ def _weights(folder: Path, tensors: dict[str, Any] | None = None, **config: Any)
     return place
 
 
-def _import(folder: Path) -> int:
-    return mupax(folder, "import", "model", "--out", "imported")
-
-
 def _describe(folder: Path) -> int:
     """Open the weights as `train.load` does, and write a text."""
     from mupax import terminal
@@ -88,12 +86,12 @@ def _values() -> Iterator[Sample]:
 
     for title, value in {"NaN": math.nan, "infinity": math.inf}.items():
         make = partial(_wrong_value, value=value)
-        yield Sample(f"weights: {title} in an embedding, zoo import", "weights", make, _import, REFUSED, "token")
+        yield Sample(f"weights: {title} in an embedding, zoo import", "weights", make, _IMPORT, REFUSED, "token")
     make = partial(_wrong_value, value=math.nan)
     yield Sample("weights: NaN in an embedding, --init-from", "weights", make, _init_from, REFUSED, "token")
     yield Sample("weights: NaN in an embedding, train.load", "weights", make, _describe, REFUSED, "token")
     half = partial(_wrong_value, value=math.nan, half=True)
-    yield Sample("weights: NaN in half precision", "weights", half, _import, REFUSED, "token")
+    yield Sample("weights: NaN in half precision", "weights", half, _IMPORT, REFUSED, "token")
 
 
 def _wrong_value(folder: Path, value: float, *, half: bool = False) -> None:
@@ -139,7 +137,7 @@ def _headers() -> Iterator[Sample]:
         "a pickle": _pickle,
     }
     for title, make in headers.items():
-        yield Sample(f"safetensors: {title}", "weights", make, _import, REFUSED)
+        yield Sample(f"safetensors: {title}", "weights", make, _IMPORT, REFUSED)
 
 
 def _many_tensors(folder: Path) -> None:
@@ -187,7 +185,7 @@ def _configs() -> Iterator[Sample]:
     }
     for title, changed in fields.items():
         make = partial(_weights, **changed)
-        yield Sample(f"config.json: {title}", "weights", make, _import, REFUSED)
+        yield Sample(f"config.json: {title}", "weights", make, _IMPORT, REFUSED)
     vit = {
         "model_type": "vit",
         "hidden_size": 16,
@@ -196,9 +194,9 @@ def _configs() -> Iterator[Sample]:
         "intermediate_size": 64,
     }
     make = partial(_weights, **vit, id2label={str(i): f"class {i}" for i in range(200_000)})
-    yield Sample("config.json: 200,000 classes", "weights", make, _import, REFUSED)
-    yield Sample("config.json: nested 100,000 deep", "weights", _deep_config, _import, REFUSED)
-    yield Sample("config.json: 9 MB of lists", "weights", _wide_config, _import, EITHER)
+    yield Sample("config.json: 200,000 classes", "weights", make, _IMPORT, REFUSED)
+    yield Sample("config.json: nested 100,000 deep", "weights", _deep_config, _IMPORT, REFUSED)
+    yield Sample("config.json: 9 MB of lists", "weights", _wide_config, _IMPORT, EITHER)
 
 
 def _deep_config(folder: Path) -> None:
@@ -211,19 +209,22 @@ def _wide_config(folder: Path) -> None:
 
 
 def _links() -> Iterator[Sample]:
-    read = partial(_push)
+    read = command("push model --to me/model --dry-run")
     for name in ("README.md", "vocab.txt", "secret.json", "tokenizer.model"):
         make = partial(_linked, name=name)
         yield Sample(f"push: {name} is a link to a secret", "links", make, read, REFUSED, name)
     yield Sample("push: the folder of a link", "links", _link_of_link, read, REFUSED, "README.md")
     yield Sample("push: a link that stays inside", "links", _inner_link, read, LOADS, "README.md")
-    yield Sample("push: the cache of the hub", "links", _hub_cache, partial(_push, path="link"), LOADS, "config.json")
+    yield Sample(
+        "push: the cache of the hub",
+        "links",
+        _hub_cache,
+        command("push link --to me/model --dry-run"),
+        LOADS,
+        "config.json",
+    )
     linked_import = partial(_linked, name="vocab.txt")
-    yield Sample("zoo import: vocab.txt is a link to a secret", "links", linked_import, _import, REFUSED, "vocab.txt")
-
-
-def _push(folder: Path, path: str = "model") -> int:
-    return mupax(folder, "push", path, "--to", "me/model", "--dry-run")
+    yield Sample("zoo import: vocab.txt is a link to a secret", "links", linked_import, _IMPORT, REFUSED, "vocab.txt")
 
 
 def _linked(folder: Path, name: str) -> None:
