@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.command_line import parse_known
 from mupax.presets import PresetError
 from mupax.presets.tuned import find as tuned
 from mupax.train.config import cli
@@ -21,11 +19,9 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import Row
-from mupax.train.studies.transfer import command
 from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer import tuned as transfer_tuned
 from mupax.train.studies.transfer.drift import analyse
-from mupax.train.studies.tune import command as tune_command
 from mupax.zoo.configs import ConfigError
 from tests.presets.tuned.test_find import BASE, mine
 
