@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import io
 import json
 import os
 import platform
@@ -11,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from mupax import command_line
+from mupax import command_line, terminal
 from mupax.errors import MupaxError
 
 T = TypeVar("T")
@@ -31,11 +33,17 @@ def parse(options: type[T], argv: Sequence[str] | None = None) -> T:
     name = module.__spec__.name if module.__spec__ else module.__name__
     program = f"python -m {name.removesuffix('.__main__')}"
     words = command_line.with_dashed_values(sys.argv[1:] if argv is None else argv, options)
+    shown = io.StringIO()
     try:
-        parsed, rest = command_line.parse_known(options, program, words, description=module.__doc__)
+        with contextlib.redirect_stdout(shown):
+            parsed, rest = command_line.parse_known(options, program, words, description=module.__doc__)
         command_line.refuse(rest, command_line.flags(options), program)
     except MupaxError as error:
         refuse(str(error))
+    finally:
+        # These commands have no --plugin, which the help of every `mupax` command ends with.
+        plugin_help = terminal.wrapped(command_line.PLUGIN_HELP)
+        print(shown.getvalue().replace(f"{plugin_help}\n\n", ""), end="")
     return parsed
 
 
