@@ -6,6 +6,7 @@ with the text that it had at first, and has printed no traceback.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import functools
 import http.client
@@ -68,6 +69,7 @@ class Running:
     def __init__(self, model: Path, *flags: str) -> None:
         words = ["serve", str(model), "--port", "0", *flags]
         self.process = start(words)
+        atexit.register(self.process.kill)
         self._lines: list[str] = []
         self._is_ready = threading.Event()
         self.port = 0
