@@ -344,7 +344,8 @@ def full(lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: b
         return Outcome("ok", f"the command has no {kind} there")
     tried = attempt(lab, MAKERS[name], folder, empty=empty)
     number = min(int(share * calls[kind]), calls[kind] - 1)
-    lab.watched(folder).arm(kind, "ENOSPC", number, ALWAYS)
+    lab.watched(folder)
+    lab.control.arm(kind, "ENOSPC", number, ALWAYS)
     first = tried.run()
     lab.control.watch(None)
     if first.code == 0 and lab.digests(tried.maker, tried.out) == expected:
@@ -392,7 +393,8 @@ def someone_elses(lab: Lab, name: str, folder: Path) -> Outcome:
     """Put a file into the folder of a killed command: the command must refuse to delete it."""
     _, calls = undisturbed(lab, name, empty=True)
     tried = attempt(lab, MAKERS[name], folder, empty=True)
-    lab.watched(folder).arm("fsync", "killed", calls["fsync"] // 2)
+    lab.watched(folder)
+    lab.control.arm("fsync", "killed", calls["fsync"] // 2)
     tried.run()
     lab.control.watch(None)
     own = Path(tried.out) / "my-notes.txt"
@@ -407,7 +409,8 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
     """Start the command while the same command is stopped in the middle: the second is refused, the first one goes on."""
     expected, calls = undisturbed(lab, name)
     tried = attempt(lab, MAKERS[name], folder)
-    lab.watched(folder).arm("fsync", "slow", calls["fsync"] - 1, milliseconds=15000)
+    lab.watched(folder)
+    lab.control.arm("fsync", "slow", calls["fsync"] - 1, milliseconds=15000)
     words = tried.words(tried.maker.words)
     pid = lab.worker.ask({"start": words, "environ": tried.environ}, BOUND_S)
     lab.worker.ask({"go": pid}, BOUND_S)
