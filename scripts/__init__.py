@@ -12,8 +12,9 @@
 | `vision` | small folders of images to train on |
 | `parity` | the table of docs/huggingface.md: logits beside `transformers` |
 | `report` | build/report.pdf |
-| `studies` | trained studies: transfer, tuned presets, forecasts, desiderata, experts, growth, fine-tuning rates, other code |
+| `studies` | trained studies: transfer, how far its verdicts can be trusted, forecasts |
 
+`harness` has what all commands share: options by tyro, and records with a row a line.
 `goldens` writes the golden tables of the tests, `release` says what is missing before a release. A finished measurement keeps its data
 in docs/, with its command and the commit that has the command.
 """

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -140,7 +141,7 @@ def goldens() -> Iterator[tuple[str, str]]:
 
 def _tied(family: str, optimizer: str) -> Iterator[str]:
     """Every preset's table of a shared embedding and readout, or its reason to refuse them."""
-    base, *grown = (dataclasses.replace(model, tied=True) for model in MODELS[family])  # pyright: ignore[reportCallIssue]
+    base, *grown = (replace(model, tied=True) for model in MODELS[family])  # pyright: ignore[reportCallIssue]
     assert base.tied_readout is not None
     specs = {"token": base.parameters()["token"], "tied_readout": base.tied_readout}
     for name in presets.PRESETS:

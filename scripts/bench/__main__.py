@@ -8,15 +8,18 @@ around the tables is written by hand.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from tyro.conf import Positional
+
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.bench import tpu
 from scripts.pages.markdown import replaced, table
 
@@ -30,7 +33,6 @@ MODULES = {
     "attention": "step.attention",
     "cross_entropy": "step.cross_entropy",
     "devices": "step.devices",
-    "generate": "runs.generate",
     "sweep_cost": "runs.sweep_cost",
     "start": "runs.start",
 }
@@ -99,18 +101,21 @@ def page(text: str, folder: Path) -> str:
     return text
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    names: Positional[tuple[str, ...]] = ()
+    one_core: Switch = False
+    """One core, CPU time: for a machine busy with other work."""
+    all: Switch = False
+    """Measure all of them, for an hour."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is named, and write the page; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"to measure, of {', '.join(MODULES)}; none: only the page")
-    parser.add_argument(
-        "--one-core", action="store_true", help="one core, CPU time: for a machine busy with other work"
-    )
-    parser.add_argument("--all", action="store_true", help="measure all of them, for an hour")
-    args = parser.parse_args(argv)
-    unknown = set(args.names) - set(MODULES)
-    if unknown:
-        parser.error(f"no benchmark is named {', '.join(sorted(unknown))}; write {', '.join(MODULES)}")
+    args = harness.parse(Options, argv)
+    harness.check_names(args.names, MODULES, "benchmark")
     for name in MODULES if args.all else args.names:
         words = [sys.executable, "-m", f"scripts.bench.{MODULES[name]}", "--json", str(FOLDER / f"{name}.json")]
         words += ["--one-core"] if args.one_core else []

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import jax
+from mupax.command_line import Switch
+from scripts import harness
 
 Seconds = dict[str, list[float]]
 """Name to one time per round."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """The flags that every benchmark has."""
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each (default {rounds})")
-    parser.add_argument(
-        "--one-core", action="store_true", help="one core, CPU time: for a machine busy with other work"
-    )
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here")
+T = TypeVar("T", bound="Timing")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Flags that every benchmark has."""
+
+    rounds: int = 10
+    """Turns of each."""
+    one_core: Switch = False
+    """One core, CPU time: for a machine busy with other work."""
+    tiny: Switch = False
+    """Small shapes, to see that it runs."""
+    json: Path | None = None
+    """Also write the result here."""
+
+
+def parse(options: type[T], argv: Sequence[str] | None) -> T:
+    """Return the flags of a benchmark, and keep this process on one core if they say so."""
+    args = harness.parse(options, argv)
+    if args.one_core:
+        one_core()
+    return args
 
 
 def one_core() -> None:
@@ -93,6 +109,8 @@ def compared(seconds: Seconds, ours: str) -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
+    import jax
+
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -102,6 +120,11 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
     }
+
+
+def report(name: str, results: Sequence[Any], path: Path | None, **facts: Any) -> None:
+    """Write what a benchmark measured, with the machine and more facts about it."""
+    write({"benchmark": name, **machine(), **facts, "results": results}, path)
 
 
 def write(result: Mapping[str, Any], path: Path | None) -> None:

@@ -9,16 +9,18 @@ of its program, which the page says beside its figures.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import tyro
+
+from mupax.command_line import Switch
 from mupax.terminal import gib
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.bench import commits
 from scripts.pages.markdown import table
 
@@ -48,17 +50,21 @@ TPU compiler for chips that are not here. Nothing on this page was measured on a
 """
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    only: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Compile only this pod."""
+    json: Annotated[tuple[Path, ...], tyro.conf.UseAppendAction] = ()
+    """Take a report from a file."""
+    preset_cost: Switch = False
+    """Count again what a preset costs on TPU."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile, write both files; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--only", action="append", metavar='"RECIPE TOPOLOGY"', help="compile only this pod (repeatable)"
-    )
-    parser.add_argument(
-        "--json", action="append", type=Path, default=[], metavar="PATH", help="take a report from a file"
-    )
-    parser.add_argument("--preset-cost", action="store_true", help="count again what a preset costs on TPU")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     record = json.loads((DOCS / "pods.json").read_text()) if (DOCS / "pods.json").exists() else {"pods": []}
     reports = {(r["recipe"], r["topology"]): r for r in record["pods"]}
     for path in args.json:
@@ -99,8 +105,8 @@ def preset_cost(width: int, depth: int, batch_size: int, dtype: str, preset: str
 
     config = bench.config_of(width, depth, batch_size, preset)
     # Attention as ordinary products: a kernel's FLOPs are not in the compiler's count.
-    compute = dataclasses.replace(config.model.compute, dtype=dtype, attention="xla")
-    program = assemble(dataclasses.replace(config, model=dataclasses.replace(config.model, compute=compute)), devices)
+    compute = replace(config.model.compute, dtype=dtype, attention="xla")
+    program = assemble(replace(config, model=replace(config.model, compute=compute)), devices)
     about = {"width": width, "depth": depth, "batch_size": batch_size, "dtype": dtype, "preset": preset}
     return {**about, "ratio": bench.ratios(program)}
 

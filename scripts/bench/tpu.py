@@ -9,14 +9,14 @@ SHAPE is one of the file's, each with its flags and what MaxText takes. A row ha
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.bench import commits
 from scripts.pages.markdown import table
 
@@ -87,18 +87,25 @@ def _cycles(row: Mapping[str, Any]) -> str:
     return f"{row['cycles'] / 1e9:.3f}e9"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    json: Path
+    """Report of `mupax compile`."""
+    shape: str
+    """One of the file's."""
+    says: str
+    """Words on what is different in this report."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Add a report; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True, metavar="REPORT", help="of `mupax compile`")
-    parser.add_argument("--shape", required=True, help="one of the file's")
-    parser.add_argument("--says", required=True, metavar="TEXT", help="what is different in it")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     record, report = json.loads(FILE.read_text()), json.loads(args.json.read_text())
-    if args.shape not in record["shapes"]:
-        parser.error(f"no shape is named {args.shape!r}; write one of {', '.join(record['shapes'])}")
+    harness.check_names([args.shape], record["shapes"], "shape")
     if not report["fits"]:
-        parser.error(f"{args.json} is of a step that does not fit; there is nothing to compare")
+        harness.refuse(f"{args.json} is of a step that does not fit; there is nothing to compare")
     record["rows"].append(row_of(report, args.shape, args.says, commits.head(ROOT)))
     FILE.write_text(json.dumps(record, indent=1) + "\n")
     return 0

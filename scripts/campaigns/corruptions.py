@@ -12,33 +12,35 @@ detected and none restored wrongly.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
-import dataclasses
 import json
 import os
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from orbax.checkpoint import v1 as ocp
+from tyro.conf import Positional
 
+from mupax.command_line import Switch
 from mupax.disk import write_whole
 from mupax.paths import copy, path_of
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.layout import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError
 from mupax.train.config.sections import CheckpointConfig
-from scripts import ROOT
+from scripts import ROOT, harness
+from scripts.campaigns import tiny_runs
 from scripts.campaigns.injection.damage import KINDS, flip
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.pages.markdown import table
@@ -53,7 +55,7 @@ STEPS = (2, 4)
 PLACES = {"disk": "On a disk", "bucket": "In a bucket"}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Saved:
     """A finished run with two checkpoints, and every bit of them."""
 
@@ -78,9 +80,7 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
     from mupax.train.core.program import assemble
 
     workdir = folder / f"{kind}-{processes}"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = tiny_runs.free_port()
     words = [sys.executable, "-m", "train", *RECIPES[kind].split(), *FLAGS.split(), "--workdir", str(workdir)]
     words += ["--mesh.data", "1", "--mesh.fsdp", "2"]
     joined = ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", str(processes)]
@@ -100,7 +100,7 @@ def trained(folder: Path, kind: str, processes: int) -> Saved:
         if process.returncode:
             raise SystemExit(f"the run {workdir.name} failed: {err[-2000:]}")
     recorded = json.loads((workdir / "config.json").read_text())
-    config = dataclasses.replace(from_json(recorded["config"]), mesh=MeshConfig(data=1))
+    config = replace(from_json(recorded["config"]), mesh=MeshConfig(data=1))
     with contextlib.chdir(folder):
         abstract = assemble(config, jax.devices()[:1]).abstract
     states = {}
@@ -241,15 +241,25 @@ def page(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    place: Positional[str]
+    count: int = 600
+    """Number of corruptions."""
+    seed: int = 0
+    """Seed of what is damaged and where."""
+    again: Switch = False
+    """Forget what the file holds of this place."""
+    out: Path = PAGE
+    """Page to write; its figures go beside it as .json."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Corrupt, restore, write the table; 0 where all were found and none was restored wrongly."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("place", choices=PLACES)
-    parser.add_argument("--count", type=int, default=600, help="corruptions (600)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is damaged and where (0)")
-    parser.add_argument("--again", action="store_true", help="forget what the file holds of this place")
-    parser.add_argument("--out", type=Path, default=PAGE, help="page to write; its figures go beside it as .json")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names([args.place], PLACES)
     path = args.out.with_suffix(".json")
     record = json.loads(path.read_text()) if path.exists() else {"seconds": {}, "results": []}
     other = [result for result in record["results"] if result["place"] != args.place]
@@ -257,36 +267,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds: dict[str, float] = dict.fromkeys(PLACES, 0.0) | record["seconds"]
     before = seconds[args.place] if results else 0.0
     skip = {(result["run"], result["kind"], result["seed"]) for result in results}
-    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         root = ""
         if args.place == "bucket":
             bucket = stack.enter_context(Bucket())
             os.environ |= bucket.environ
             root = bucket.place("corrupted")
-        choose = random.Random(0)
-        words = ("def", "return", "import", "class", "self", "value", "lambda", "yield")
-        (folder / "text.txt").write_text(
-            "\n".join(" ".join(choose.choice(words) for _ in range(9)) for _ in range(600))
-        )
+        tiny_runs.write_text(folder)
         runs = [trained(folder, kind, processes) for kind in RECIPES for processes in (1, 2)]
         began = time.monotonic()
         for result in campaign(runs, args.count, args.seed, folder, root, skip):
             results.append(result)
             seconds[args.place] = round(before + time.monotonic() - began, 1)
-            write_whole(path, as_json([*other, *results], seconds))
+            write_whole(path, harness.with_rows({"seconds": seconds}, "results", [*other, *results]))
             if not result["good"]:
                 print(json.dumps(result), file=sys.stderr)
     args.out.write_text(page([*other, *results], seconds))
     good = sum(result["good"] for result in results)
     print(f"{good} of {len(results)} corruptions were detected and passed over or refused")
     return int(good < len(results))
-
-
-def as_json(results: Sequence[dict[str, Any]], seconds: dict[str, float]) -> str:
-    """One corruption a line."""
-    lines = ",\n".join(map(json.dumps, results))
-    return f'{{"seconds": {json.dumps(seconds)},\n"results": [\n{lines}\n]}}\n'
 
 
 if __name__ == "__main__":

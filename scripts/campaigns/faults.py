@@ -11,7 +11,6 @@ there was. What the file holds counts; the rest is run. Runs follow one another 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import io
@@ -26,10 +25,12 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.campaigns import tiny_runs, workers
 from scripts.campaigns.injection import shim
 from scripts.pages.markdown import table
@@ -177,15 +178,25 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    count: int = 320
+    """Runs whose fault came."""
+    workers: int = 1
+    """Processes."""
+    again: Switch = False
+    """Forget what the file holds."""
+    page: Path = PAGE
+    """Write here, and the rows beside it."""
+    worker: Path | None = None
+    """Folder of a worker of this command."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Disturb what is missing, then write the page; 0 where every run ended as the undisturbed one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=320, help="runs whose fault came (320)")
-    parser.add_argument("--workers", type=int, default=1, help="processes (1)")
-    parser.add_argument("--again", action="store_true", help="forget what the file holds")
-    parser.add_argument("--page", type=Path, default=PAGE, help="write here, and the rows beside it")
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     if args.worker is not None:
         runs: list[Runs] = []
 

@@ -9,7 +9,6 @@ Each file has `SECONDS` of processor time and `MEMORY` more than the process had
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import os
@@ -19,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,7 +26,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
-from scripts import ROOT
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.pages.markdown import table
 
 PAGE = ROOT / "docs" / "fuzz.md"
@@ -143,23 +144,33 @@ def is_bad(row: dict[str, Any]) -> bool:
     return bool(row["tracebacks"] or row["hangs"] or row["large"])
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    inputs: int = 12000
+    """Inputs of all readers together."""
+    only: tuple[str, ...] = ()
+    """Readers."""
+    again: Switch = False
+    """Forget what the table holds."""
+    page: Path = PAGE
+    """Write here, and the rows beside it."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Feed the readers that are missing, then write the page; 0 where nothing crashed, hung or filled the memory."""
     os.environ |= {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     from scripts.campaigns.targets import TARGETS
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=12_000, help="of all readers together (12000)")
-    parser.add_argument("--only", nargs="+", choices=TARGETS, default=list(TARGETS), help="readers")
-    parser.add_argument("--again", action="store_true", help="forget what the table holds")
-    parser.add_argument("--page", type=Path, default=PAGE, help="write here, and the rows beside it")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names(args.only, TARGETS)
     path = args.page.with_suffix(".json")
     rows: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() and not args.again else {}
     inputs = -(-args.inputs // len(TARGETS))
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MUPAX_DATA"] = f"{folder}/data"
-        for name in args.only:
+        for name in args.only or tuple(TARGETS):
             if rows.get(name, {}).get("inputs", 0) < inputs:
                 rows[name] = fed(name, inputs, Path(folder))
             path.write_text(json.dumps(rows, indent=1) + "\n")

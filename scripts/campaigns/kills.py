@@ -10,24 +10,23 @@ rest is run. Processes are forked from one that has everything imported, so that
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from scripts import ROOT
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.campaigns.tiny_runs import (
     CASES,
     MODELS,
     Case,
     Session,
-    as_json,
     differences,
     latest,
     left,
@@ -139,25 +138,34 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    kills: int = 200
+    """At least so many in the file."""
+    most: int = 8
+    """Kills of one run."""
+    steps: int | None = None
+    processes: Literal[1, 2] | None = None
+    """Only runs of so many."""
+    page: Path = PAGE
+    """Write here, and the rows beside it, instead of docs/kills.md."""
+    models: tuple[str, ...] = tuple(MODELS)
+    """Only runs of these."""
+    again: Switch = False
+    """Forget what the file holds."""
+    folder: Path | None = None
+    """Keep the runs here; a temporary folder unless given."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page; exit code 1 where a run differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="at least so many in the file (default 200)")
-    parser.add_argument("--most", type=int, default=8, help="kills of one run (default 8)")
-    parser.add_argument(
-        "--steps", type=int, help="of a run; otherwise " + ", ".join(f"{n} with {p}" for p, n in STEPS.items())
-    )
-    parser.add_argument("--processes", type=int, choices=(1, 2), help="only runs of so many")
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, help="write here, and the rows beside it, instead of docs/kills.md"
-    )
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="only runs of these")
-    parser.add_argument("--again", action="store_true", help="forget what the file holds")
-    parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names(args.models, MODELS)
     path = args.page.with_suffix(".json")
     cases = [case for case in CASES if args.processes in (None, case.processes) and case.model in args.models]
-    runs = json.loads(path.read_text())["runs"] if path.exists() and not args.again else []
+    runs = harness.read_rows(path, "runs", args.again)
     with scratch(args.folder) as folder, prepared(folder):
         seed = max((run["seed"] + 1 for run in runs), default=0)
         while sum(len(run["kills"]) for run in runs) < args.kills:
@@ -167,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{case} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}",
                     flush=True,
                 )
-                path.write_text(as_json(runs, COMMAND))
+                path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
                 args.page.write_text(page(runs))
             seed += 1
     args.page.write_text(page(runs))

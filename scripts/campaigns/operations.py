@@ -12,9 +12,7 @@ rows of the undisturbed run, bitwise. What the file holds counts; the rest is ru
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import random
 import signal
@@ -22,12 +20,16 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
-from scripts import ROOT
-from scripts.campaigns import tiny_runs
+from tyro.conf import Positional
+
+from mupax.command_line import Switch
+from scripts import ROOT, harness
+from scripts.campaigns import forks, tiny_runs
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.object_faults import Bucket
 from scripts.campaigns.tiny_runs import CASES, Case, Session
@@ -36,7 +38,6 @@ PAGE = ROOT / "docs" / "operations.md"
 COMMAND = "python -m scripts.campaigns.operations"
 STEPS = 60
 MOMENTS = ("killed", "killed after")
-T = TypeVar("T")
 
 
 class Place(Protocol):
@@ -90,24 +91,6 @@ class Disk(shim.Control):
         """The process that does the operation: nobody has to be named."""
 
 
-def apart(function: Callable[[], T]) -> T:
-    """What a function returns in a process of its own: a bucket is read by threads, which no fork may have before it."""
-    reader, writer = os.pipe()
-    if (pid := os.fork()) == 0:
-        try:
-            os.write(writer, b"")
-            with os.fdopen(writer, "w") as out:
-                json.dump(function(), out)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        content = answer.read()
-    os.waitpid(pid, 0)
-    return json.loads(content)
-
-
 class Runs:
     """Runs in one place, the undisturbed ones kept to compare with.
 
@@ -129,7 +112,7 @@ class Runs:
             if any(session.wait(600)):
                 raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
             calls = self._place.calls()
-            self._undisturbed[case] = apart(lambda: tiny_runs.left(workdir, STEPS)), calls
+            self._undisturbed[case] = forks.apart(lambda: tiny_runs.left(workdir, STEPS)), calls
         return self._undisturbed[case]
 
     def disturbed(self, case: Case, seed: int, most: int, choices: Iterator[tuple[str, str]]) -> dict[str, Any]:
@@ -163,10 +146,10 @@ class Runs:
             if codes[index] != -signal.SIGKILL or not {0, 1}.issuperset(other_codes):  # 0 where all was done
                 wrong.append(f"process {index} killed, ended with {codes}")
                 break
-            checkpoint = apart(lambda: tiny_runs.latest(workdir))
+            checkpoint = forks.apart(lambda: tiny_runs.latest(workdir))
             hits.append({"operation": kind, "moment": moment, "number": number, "checkpoint": checkpoint})
         if not wrong:
-            wrong = tiny_runs.differences(apart(lambda: tiny_runs.left(workdir, STEPS)), expected)
+            wrong = tiny_runs.differences(forks.apart(lambda: tiny_runs.left(workdir, STEPS)), expected)
         return {
             "model": case.model, "processes": case.processes, "seed": seed, "steps": STEPS, "kills": hits, "differences": wrong,
             "seconds": round(time.monotonic() - began, 1),
@@ -203,10 +186,10 @@ def page(runs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def campaign(args: argparse.Namespace, place: Place, folder: Path) -> int:
+def campaign(args: Options, place: Place, folder: Path) -> int:
     """Run what is missing, then write the page; exit code 1 where a run differs."""
     path = args.page.with_suffix(".json")
-    runs = json.loads(path.read_text())["runs"] if path.exists() and not args.again else []
+    runs = harness.read_rows(path, "runs", args.again)
     with tiny_runs.prepared(folder):
         here = Runs(place, folder)
         first = max((run["seed"] + 1 for run in runs), default=0)
@@ -219,30 +202,37 @@ def campaign(args: argparse.Namespace, place: Place, folder: Path) -> int:
             print(
                 f"{case.model} seed {seed}: {len(run['kills'])} kills, {run['differences'] or 'identical'}", flush=True
             )
-            path.write_text(tiny_runs.as_json(runs, COMMAND))
+            path.write_text(harness.with_rows(harness.made_by(COMMAND), "runs", runs))
             args.page.write_text(page(runs))
     args.page.write_text(page(runs))
     return int(any(run["differences"] for run in runs))
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    place: Positional[Literal["disk", "bucket"]]
+    kills: int = 100
+    """At least so many in the file."""
+    processes: Literal[1, 2] = 1
+    """Processes of a run; two have a bucket."""
+    most: int = 8
+    """Kills of one run."""
+    page: Path = PAGE
+    """Write here, and the rows beside it, not docs/operations.md."""
+    again: Switch = False
+    """Forget what the file holds."""
+    folder: Path | None = None
+    """Keep the runs here; a temporary folder unless given."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Starts itself again for a disk, with the library that counts and kills."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("place", choices=("disk", "bucket"))
-    parser.add_argument("--kills", type=int, default=100, help="at least so many in the file (default 100)")
-    parser.add_argument(
-        "--processes", type=int, choices=(1, 2), default=1, help="of a run; two have a bucket (default 1)"
-    )
-    parser.add_argument("--most", type=int, default=8, help="kills of one run (default 8)")
-    parser.add_argument(
-        "--page", type=Path, default=PAGE, help="write here, and the rows beside it, not docs/operations.md"
-    )
-    parser.add_argument("--again", action="store_true", help="forget what the file holds")
-    parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
-    args = parser.parse_args(words)
+    args = harness.parse(Options, words)
     if args.processes > 1 and args.place == "disk":
-        parser.error("the library counts what one process does; write bucket, or --processes 1")
+        harness.refuse("the library counts what one process does; write bucket, or --processes 1")
     if "FAULTS" in os.environ:
         return campaign(args, Disk(args.folder), args.folder)
     with tiny_runs.scratch(args.folder) as folder:

@@ -10,23 +10,22 @@ end bitwise as the run that was left alone. What the file holds counts; the rest
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import importlib
 import json
 import os
-import platform
 import random
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.campaigns import tiny_runs
+from scripts.campaigns.injection.calls import Action, when, with_result
 from scripts.campaigns.tiny_runs import Session
 
 PAGE = ROOT / "docs" / "processes.md"
@@ -41,7 +40,7 @@ _NEVER_CAME = "waited 20 s for process 0"
 """Said where a process is killed before it has joined the others."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case(tiny_runs.Case):
     """What is run: a decoder whose state lies on all processes."""
 
@@ -57,14 +56,14 @@ class Case(tiny_runs.Case):
         return [*words.split(), "--mesh.data", "1", "--mesh.fsdp", str(self.processes)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Failure:
     """Something that happens to one process.
 
     Attributes:
         name: in the table.
         reason: what every process that is left must say; PROCESS stands for the number of the one that failed.
-        sick: called in the process before it starts, with what is to be called at the moment of the failure.
+        sick: called in the process before it starts.
         sent: signal that it gets from outside instead.
         passes: whether the run goes on and must end with 0.
         dies: whether the process that fails cannot say so itself.
@@ -74,7 +73,7 @@ class Failure:
 
     name: str
     reason: str
-    sick: Callable[[Callable[[], None]], None] | None = None
+    sick: Action | None = None
     sent: signal.Signals | None = None
     passes: bool = False
     dies: bool = False
@@ -82,121 +81,57 @@ class Failure:
     phases: tuple[str, ...] = ("training",)
 
 
-def raising(module: str, name: str, call: int = 1, before: bool = True) -> Callable[[Callable[[], None]], None]:
-    """A function that raises at its `call`-th call, in place of what it does or after it."""
-
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            if not before:
-                real(*args, **options)
-            strikes()
-            raise RuntimeError(_BROKEN)
-
-        at_call(module, name, call, wrapped)
-
-    return sick
+def broken() -> None:
+    """Raise an error."""
+    raise RuntimeError(_BROKEN)
 
 
-def aborting(module: str, name: str) -> Callable[[Callable[[], None]], None]:
-    """A function in which a library aborts the process."""
+def other(group: str, field: str) -> Action:
+    """Return what has this process say something else of itself than the others."""
 
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            os.abort()
+    def change(facts: Any) -> Any:
+        return {**facts, group: {**facts[group], field: "another"}}
 
-        at_call(module, name, 1, wrapped)
-
-    return sick
+    return with_result(("mupax.train.parallel.agreement", "facts"), change)
 
 
-def other(group: str, field: str) -> Callable[[Callable[[], None]], None]:
-    """A process that has something else than the others."""
+def full(saves: int | None) -> Action:
+    """Return a disk that takes no file of more than 16 KiB from the second save on, for so many saves or for good."""
 
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            facts = real(*args, **options)
-            return {**facts, group: {**facts[group], field: "another"}}
-
-        at_call("mupax.train.parallel.agreement", "facts", 1, wrapped)
-
-    return sick
-
-
-def slow(module: str, name: str, call: int, seconds: float) -> Callable[[Callable[[], None]], None]:
-    """A function that takes so much longer at its `call`-th call."""
-
-    def sick(strikes: Callable[[], None]) -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            time.sleep(seconds)
-            return real(*args, **options)
-
-        at_call(module, name, call, wrapped)
-
-    return sick
-
-
-def full(saves: int | None) -> Callable[[Callable[[], None]], None]:
-    """A disk that takes no file of more than 16 KiB from the second save on, for so many saves or for good."""
-
-    def sick(strikes: Callable[[], None]) -> None:
+    def sick() -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         room = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-        def fills(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strikes()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, room[1]))
-            return real(*args, **options)
-
-        def empties(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            resource.setrlimit(resource.RLIMIT_FSIZE, room)
-            return real(*args, **options)
-
         save = "mupax.train.checkpoints.layout", "host_shards"
-        at_call(*save, 2, fills)
+        when(save, 2, partial(resource.setrlimit, resource.RLIMIT_FSIZE, (1 << 14, room[1])))()
         if saves is not None:
-            at_call(*save, 2 + saves, empties)
+            when(save, 2 + saves, partial(resource.setrlimit, resource.RLIMIT_FSIZE, room))()
 
     return sick
 
 
-def at_call(module: str, name: str, call: int, wrapped: Callable[..., Any]) -> None:
-    """Have a function, `name` of a module or of a class in it, replaced at its `call`-th call."""
-    owner, calls = importlib.import_module(module), [0]
-    *outer, name = name.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    real = getattr(owner, name)
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls[0] += 1
-        return wrapped(real, *args, **options) if calls[0] == call else real(*args, **options)
-
-    setattr(owner, name, counted)
-
-
-_SAVE, _PROGRAM = ("mupax.train.checkpoints.checkpointer", "ocp.save_async"), "mupax.train.core.program"
+_SAVE = "mupax.train.checkpoints.checkpointer", "ocp.save_async"
+_COMPILE = "mupax.train.core.program", "Program.compile_train"
+_DATA = "mupax.train.parallel.sharding", "BatchSharding.shard_batch"
+_DIGESTS = "mupax.train.checkpoints.folder", "file_digests"
 _ALWAYS = ("starting", "compiling", "training", "saving", "resuming")
 FAILURES = (
     Failure("killed", "process PROCESS (", sent=signal.SIGKILL, dies=True, phases=_ALWAYS),
     Failure("full disk", "File too large", full(None), phases=("saving",)),
     Failure("stopped", "process PROCESS (", sent=signal.SIGSTOP, dies=True, phases=("compiling", "training", "saving")),
     Failure("full disk for one save", "File too large", full(1), passes=True, phases=("saving",)),
-    Failure("raises before orbax saves", _BROKEN, raising(*_SAVE, 2), phases=("saving",)),
-    Failure("raises after orbax has begun", _BROKEN, raising(*_SAVE, 2, before=False), phases=("saving",)),
-    Failure("raises in data", _BROKEN, raising("mupax.train.parallel.sharding", "BatchSharding.shard_batch", 12)),
-    Failure("raises in the compiler", _BROKEN, raising(_PROGRAM, "Program.compile_train"), phases=("compiling",)),
-    Failure("aborts in the compiler", "aborted by a library", aborting(_PROGRAM, "Program.compile_train"), dies=True, phases=("compiling",)),
+    Failure("raises before orbax saves", _BROKEN, when(_SAVE, 2, broken), phases=("saving",)),
+    Failure("raises after orbax has begun", _BROKEN, when(_SAVE, 2, broken, after=True), phases=("saving",)),
+    Failure("raises in data", _BROKEN, when(_DATA, 12, broken)),
+    Failure("raises in the compiler", _BROKEN, when(_COMPILE, 1, broken), phases=("compiling",)),
+    Failure("aborts in the compiler", "aborted by a library", when(_COMPILE, 1, os.abort), dies=True, phases=("compiling",)),
     Failure("other code", "run the same code on all hosts", other("code", "train/core/step.py"), code=2, phases=("starting",)),
     Failure("other flags", "start all processes with the same flags", other("config", "seed"), code=2, phases=("starting",)),
     Failure("other XLA flags", "set the same in all processes", other("environment", "XLA_FLAGS"), code=2, phases=("starting",)),
-    Failure("slow data", "", slow("mupax.train.parallel.sharding", "BatchSharding.shard_batch", 12, 12.0), passes=True),
+    Failure("slow data", "", when(_DATA, 12, partial(time.sleep, 12.0)), passes=True),
     Failure(
-        "slow compiler", "", slow(_PROGRAM, "Program.compile_train", 1, 40.0), passes=True, phases=("compiling",)
+        "slow compiler", "", when(_COMPILE, 1, partial(time.sleep, 40.0)), passes=True, phases=("compiling",)
     ),
-    Failure("slow disk", "", slow("mupax.train.checkpoints.folder", "file_digests", 2, 12.0), passes=True, phases=("saving",)),
+    Failure("slow disk", "", when(_DIGESTS, 2, partial(time.sleep, 12.0)), passes=True, phases=("saving",)),
 )  # fmt: skip
 
 
@@ -210,7 +145,8 @@ def phase_of(session: Session, workdir: Path) -> str:
 
 def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) -> dict[str, Any]:
     """One run in which a process fails, and which is then resumed: a row of the file."""
-    expected, choose = undisturbed(case, folder), random.Random(f"{case} {failure.name} {phase} {seed}")
+    expected = tiny_runs.undisturbed(case, folder, STEPS, f"alone-{case.processes}")
+    choose = random.Random(f"{case} {failure.name} {phase} {seed}")
     name = f"{failure.name.replace(' ', '-')}-{phase}-{case.processes}-{seed}"
     index, struck = (seed + FAILURES.index(failure)) % case.processes, folder / f"{name}.struck"
     if phase == "resuming":  # a run that has a checkpoint already
@@ -219,7 +155,8 @@ def failed(case: Case, failure: Failure, phase: str, folder: Path, seed: int) ->
             time.sleep(0.01)
         session.send(signal.SIGKILL, range(case.processes))
         session.wait(10)
-    session = Session(case, folder, name, STEPS, {index: partial(failure.sick, struck.touch)} if failure.sick else None)
+    os.environ["STRUCK"] = str(struck)
+    session = Session(case, folder, name, STEPS, {index: failure.sick} if failure.sick else None)
     if failure.sent is not None:
         reached = "starting" if phase == "resuming" else phase
         while None in session.poll() and phase_of(session, folder / name) != reached:
@@ -267,25 +204,6 @@ def wait(session: Session, stopped: int | None) -> float:
     return ended
 
 
-def undisturbed(case: Case, folder: Path) -> dict[str, Any]:
-    """What a run leaves that nobody touches."""
-    name = f"alone-{case.processes}"
-    if not (folder / name / "checkpoints" / str(STEPS)).exists():
-        session = Session(case, folder, name, STEPS)
-        if any(session.wait(600)):
-            raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
-    return tiny_runs.left(folder / name, STEPS)
-
-
-def as_json(rows: Sequence[dict[str, Any]]) -> str:
-    """One failure a line."""
-    from importlib.metadata import version
-
-    facts = {"command": COMMAND, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    return f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n'
-
-
 def page(rows: Sequence[dict[str, Any]]) -> str:
     """The table of what was done and what became of it."""
     good = [row for row in rows if not row["wrong"]]
@@ -319,19 +237,27 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    failures: int = 100
+    """At least so many in the file."""
+    only: tuple[str, ...] = ("",)
+    """Only failures or phases whose name has one of these words."""
+    page: Path = PAGE
+    """Write here, and the rows beside it."""
+    again: Switch = False
+    """Forget what the file holds."""
+    folder: Path | None = None
+    """Keep the runs here; a temporary folder unless given."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, then write the page; exit code 1 where something went otherwise than wanted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--failures", type=int, default=100, help="at least so many in the file (default 100)")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="only failures or phases whose name has one of these words"
-    )
-    parser.add_argument("--page", type=Path, default=PAGE, help="write here, and the rows beside it")
-    parser.add_argument("--again", action="store_true", help="forget what the file holds")
-    parser.add_argument("--folder", type=Path, help="keep the runs here; a temporary folder unless given")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     path = args.page.with_suffix(".json")
-    rows = json.loads(path.read_text())["rows"] if path.exists() and not args.again else []
+    rows = harness.read_rows(path, "rows", args.again)
     kinds = [(f, p) for f in FAILURES for p in f.phases if any(word in f"{f.name} {p}" for word in args.only)]
     with tiny_runs.scratch(args.folder) as folder, tiny_runs.prepared(folder):
         while len(rows) < args.failures:
@@ -340,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seed = counts[failure, phase]
             rows.append(row := failed(Case(processes=2 + (seed % 3 == 2)), failure, phase, folder, seed))
             print(json.dumps(row), flush=True)
-            path.write_text(as_json(rows))
+            path.write_text(harness.with_rows(harness.made_by(COMMAND), "rows", rows))
             args.page.write_text(page(rows))
     args.page.write_text(page(rows))
     return int(any(row["wrong"] for row in rows))

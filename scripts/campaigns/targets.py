@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ def _config() -> Any:
     from mupax.zoo.configs import DecoderConfig
 
     config, model = RECIPES["lm-tiny"](), DecoderConfig(width=8, depth=1, num_heads=2, vocab_size=256, seq_len=8)
-    return dataclasses.replace(config, model=model, steps=8, workdir=None)
+    return replace(config, model=model, steps=8, workdir=None)
 
 
 # A run
@@ -53,9 +54,7 @@ def _run(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for steps in (6, 8):  # two parts
-        workdir.record(
-            folder, dataclasses.replace(_config(), steps=steps), {"name": "x", "digest": "d"}, "mup", {}, steps
-        )
+        workdir.record(folder, replace(_config(), steps=steps), {"name": "x", "digest": "d"}, "mup", {}, steps)
     return folder / workdir.RECORD
 
 
@@ -66,7 +65,7 @@ def _resumed(folder: Path) -> None:
     from mupax.train.reuse.start import init_from
     from mupax.train.run import resume
 
-    config = dataclasses.replace(_config(), workdir=str(folder), resume=True)
+    config = replace(_config(), workdir=str(folder), resume=True)
     path, held = workdir.claim(config, Processes())
     config, before = init_from.settled(config, path, held, Processes()), workdir.read_record(path)["config"]
     resume.check(before, config, 4)
@@ -179,10 +178,10 @@ def _trained_with(word: str, folder: Path) -> None:
     from mupax.train.config.preset import preset_of
 
     config = _config()
-    config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, base=None))
+    config = replace(config, preset=replace(config.preset, base=None))
     path = next(folder.glob("*.json"))
     if word == "measured":
-        config = dataclasses.replace(config, preset=dataclasses.replace(config.preset, name=f"measured:{path}"))
+        config = replace(config, preset=replace(config.preset, name=f"measured:{path}"))
     else:
         config, _, study = tuned.applied(config, ["--preset", f"mup:{path}"], "8")
         assert study is not None

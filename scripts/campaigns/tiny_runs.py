@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import dataclasses
-import json
 import os
-import platform
 import random
-import runpy
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from scripts.campaigns import forks
 
 SHARED = (
     "--model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 32 "
@@ -34,7 +30,7 @@ MODELS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     """What is run."""
 
@@ -86,32 +82,12 @@ class Session:
             by_hand = f"--distributed.coordinator localhost:{free_port()} --distributed.processes {case.processes}"
             joined = [f"{by_hand} --distributed.process {index}" for index in range(case.processes)]
         self.pids = [
-            self._fork([*argv, *words.split()], self.log.with_suffix(f".{index}"), (sick or {}).get(index, int))
+            forks.start(
+                [*argv, *words.split()], self.log.with_suffix(f".{index}"), (sick or {}).get(index, int), "train"
+            )
             for index, words in enumerate(joined)
         ]
         self.began = time.monotonic()
-
-    def _fork(self, argv: list[str], log: Path, sick: Callable[[], object]) -> int:
-        if pid := os.fork():
-            return pid
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with it ignored
-        sys.argv[1:] = argv
-        code = 1
-        try:
-            sick()
-            runpy.run_module("train", run_name="__main__", alter_sys=True)
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        # As the interpreter ends, and not through the `with` blocks of the parent, whose folders and servers they would end.
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(code)
 
     def output(self, index: int = 0) -> str:
         """What process 0, or that of another number, has printed."""
@@ -190,14 +166,22 @@ def differences(run: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     return lines + sorted(name for name in names if run["arrays"].get(name) != reference["arrays"].get(name))
 
 
-def undisturbed(case: Case, folder: Path, steps: int) -> dict[str, Any]:
-    """What a run leaves that nobody touches."""
-    name = f"{case.model}-{case.processes}"
-    if not (folder / name / "checkpoints" / str(steps)).exists():
-        session = Session(case, folder, name, steps)
-        if any(session.wait(600)):
-            raise SystemExit(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
-    return left(folder / name, steps)
+def undisturbed(case: Case, folder: Path, steps: int, name: str = "", seconds: float = 600) -> dict[str, Any]:
+    """Return what a run leaves that nobody touches.
+
+    Args:
+        name: of its workdir in the folder, where a run that is complete is not made again.
+        seconds: time that it may take.
+
+    Raises:
+        RuntimeError: the run fails.
+    """
+    workdir = name or f"{case.model}-{case.processes}"
+    if not (folder / workdir / "checkpoints" / str(steps)).exists():
+        session = Session(case, folder, workdir, steps)
+        if any(session.wait(seconds)):
+            raise RuntimeError(f"the undisturbed run itself fails:\n{session.output()[-2000:]}")
+    return left(folder / workdir, steps)
 
 
 def write_text(folder: Path) -> None:
@@ -207,7 +191,7 @@ def write_text(folder: Path) -> None:
     (folder / "text.txt").write_text(text)
 
 
-@contextlib.contextmanager
+@contextmanager
 def scratch(folder: Path | None) -> Iterator[Path]:
     """A folder of all runs: that one, which stays, or a temporary one.
 
@@ -222,7 +206,7 @@ def scratch(folder: Path | None) -> Iterator[Path]:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@contextlib.contextmanager
+@contextmanager
 def prepared(folder: Path) -> Iterator[None]:
     """Everything imported that a run imports, and nothing started: what the runs are forked from."""
     enter_prepared(folder)
@@ -246,12 +230,3 @@ def enter_prepared(folder: Path) -> None:
     if threading.active_count() > 1:
         raise SystemExit("an import has started a thread; a fork would lose it")
     write_text(folder)
-
-
-def as_json(runs: Sequence[dict[str, Any]], command: str) -> str:
-    """One run a line."""
-    from importlib.metadata import version
-
-    facts = {"command": command, "python": platform.python_version(), "jax": version("jax"), "cores": os.cpu_count()}
-    rows = ",\n".join(json.dumps(run) for run in runs)
-    return f'{json.dumps(facts)[:-1]}, "runs": [\n{rows}\n]}}\n'

@@ -12,23 +12,22 @@ Run it again only when an observable, a size or a theory changes; the result is 
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import functools
 import json
-import platform
 import re
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
-import jax
 import numpy as np
 
 from mupax import presets
+from mupax.command_line import Switch
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, theory
 from mupax.zoo import configs
 from mupax.zoo.definition import definition
+from scripts import harness
 
 _DEPTH = [("depth-mup", {"alpha_l": 0.5}), ("depth-mup", {"alpha_l": 1.0})]
 PROVED = {
@@ -48,20 +47,26 @@ PROVED = {
 def models(study: str) -> list[configs.ModelConfig]:
     """Whose slopes a study takes, untied."""
     if study.startswith("encoder_depth") or theory.ENCODED in study:
-        return [dataclasses.replace(configs.get("ed-proxy"), tied=False)]  # pyright: ignore[reportCallIssue]
+        return [replace(configs.get("ed-proxy"), tied=False)]  # pyright: ignore[reportCallIssue]
     return [configs.get("lm-proxy"), configs.get("vit-proxy")]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    optimizers: tuple[str, ...] = ("adam", "sgd")
+    studies: tuple[str, ...] = tuple(PROVED)
+    tied: Switch = False
+    """Tied models alone, beside what the file holds."""
+    start: Switch = False
+    """Measure what is read before the first step alone, in untied models."""
 
 
 def main() -> None:
     """Measure for the named optimizers and studies (all unless given) and write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--optimizers", nargs="+", default=["adam", "sgd"])
-    parser.add_argument("--studies", nargs="+", default=list(PROVED), choices=list(PROVED))
-    parser.add_argument("--tied", action="store_true", help="tied models alone, beside what the file holds")
-    parser.add_argument(
-        "--start", action="store_true", help="what is read before the first step alone, in untied models"
-    )
-    args = parser.parse_args()
+    args = harness.parse(Options)
+    harness.check_names(args.studies, list(PROVED))
     path = theory.ALLOWANCES
     record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"allowances": {}}
     for optimizer in args.optimizers:
@@ -82,12 +87,12 @@ def main() -> None:
             allowed = {name: list(band) for name, band in untied.items()}
             for model in models(study):
                 if model.task == "tokens":
-                    tied = dataclasses.replace(model, tied=True)  # pyright: ignore[reportCallIssue]
+                    tied = replace(model, tied=True)  # pyright: ignore[reportCallIssue]
                     _stray(tied, study, optimizer, allowed)
             farther = {name: band for name, band in sorted(allowed.items()) if band != untied.get(name, [0.0, 0.0])}
             record["allowances"][f"{optimizer} {study}{theory.TIED}"] = farther
             record["command"] = "python -m scripts.check.allowances"
-            record["versions"] = {"python": platform.python_version(), "jax": jax.__version__}
+            record["versions"] = harness.versions()
             path.write_text(_compact(record) + "\n")
 
 
@@ -96,7 +101,7 @@ def _compact(record: dict[str, Any]) -> str:
     return re.sub(r"\[\s+([-\d.]+),\s+([-\d.]+)\s+\]", r"[\1, \2]", json.dumps(record, indent=1))
 
 
-@functools.cache
+@cache
 def _series(
     model: configs.ModelConfig, axis: str, optimizer: str, steps: int = theory.STEPS[-1]
 ) -> tuple[check.Series, dict[str, int], dict[str, np.ndarray]]:

@@ -9,15 +9,11 @@ whatever is there when it is stopped is a random sample of all.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import platform
 import random
 import time
-from typing import Any
-
-import jax
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from mupax import presets
 from mupax.presets.optimizers import OPTIMIZERS
@@ -26,7 +22,7 @@ from mupax.train.studies.check import check, theory
 from mupax.train.studies.check.judge import Finding
 from mupax.zoo.definition import definition
 from mupax.zoo.transformer import TransformerConfig
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.check import own_models
 from scripts.check.mutants import COLUMNS, Mutant
 from scripts.check.mutation_suite import STUDIES, Suite
@@ -49,8 +45,8 @@ RIGHT = {
 """What grows, and the presets whose tables keep everything as it is then, or as their source wants it."""
 MORE_MODELS: dict[str, TransformerConfig] = {
     **MENDING,
-    "lm, experts": dataclasses.replace(LM, experts=4),
-    "lm, experts, shared": dataclasses.replace(LM, experts=4, shared_experts=1),
+    "lm, experts": replace(LM, experts=4),
+    "lm, experts, shared": replace(LM, experts=4, shared_experts=1),
 }
 """Encoder-decoders and experts, which have rules in fewer presets."""
 MORE_RIGHT = {"head_dim": ("mup",), "heads": ("mup",), "depth": ("depth-mup",), "experts": ("mup",)}
@@ -58,7 +54,7 @@ GOAL = {"block.query": 0.5, "block.key": 0.5}
 """Power of the width that a wrong rule is wrong by; 1/4 in other groups."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Task:
     """A series of models that share their compiled programs, and the rules that are tried on it.
 
@@ -122,7 +118,7 @@ def _structures(task: Task) -> list[dict[str, Any]]:
     if task.inputs is not None:
         vocabulary, context = task.inputs
         keeps = {"vocab_size", "seq_len", "target_len"}
-        model = dataclasses.replace(model, vocab_size=vocabulary, seq_len=context)  # pyright: ignore[reportCallIssue]
+        model = replace(model, vocab_size=vocabulary, seq_len=context)  # pyright: ignore[reportCallIssue]
     grown = check.grow(model, task.grow, SIZES, keeps)
     definitions = [definition(config) for config in grown]
     series = check.Series(definitions, _adam())
@@ -151,7 +147,7 @@ def _mutants(task: Task) -> list[dict[str, Any]]:
     assert task.inputs is not None
     vocabulary, context = task.inputs
     changes = {**study.changes, "vocab_size": vocabulary, "seq_len": context}
-    suite = Suite(dataclasses.replace(study, changes=changes), (0, 2))
+    suite = Suite(replace(study, changes=changes), (0, 2))
     rows = [{"rule": "right", **_judged(suite.right(SEEDS))}]
     groups = list(dict.fromkeys(mutant.group for mutant in suite.mutants()))
     for group in groups:
@@ -176,20 +172,27 @@ def _judged(findings: list[Finding]) -> dict[str, Any]:
     return {"passes": check.passes(findings), "observables": len(findings), "failed": failed}
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    tasks: int | None = None
+    """Most series to run; all by default."""
+    only: tuple[Literal["structures", "mutants", "own"], ...] = ()
+    """Kinds."""
+
+
 def main() -> None:
     """Run the series that the record does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=None, help="how many series at most (all)")
-    parser.add_argument("--only", nargs="+", choices=["structures", "mutants", "own"], help="kinds (all)")
-    args = parser.parse_args()
+    args = harness.parse(Options)
     record = recorded()
-    todo = [task for task in tasks() if task.key not in record and (args.only is None or task.kind in args.only)]
+    todo = [task for task in tasks() if task.key not in record and (not args.only or task.kind in args.only)]
     for task in todo[: args.tasks]:
         started = time.process_time()
         rows = run(task)
         seconds = round(time.process_time() - started)
         record[task.key] = {**dataclasses.asdict(task), "cpu_s": seconds, "rows": rows}
-        RECORD.write_text(_json(record))
+        RECORD.write_text(harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "tasks", record))
         bad = [row["rule"] for row in rows if not row.get("passes", row.get("caught"))]
         print(f"{task.key}: {len(rows)} rules, {seconds} s, not as they should be: {bad or 'none'}", flush=True)
     print("python -m scripts.check.structures writes the page")
@@ -197,14 +200,7 @@ def main() -> None:
 
 def recorded() -> dict[str, dict[str, Any]]:
     """Return what was measured, by the key of its task."""
-    return json.loads(RECORD.read_text())["tasks"] if RECORD.exists() else {}
-
-
-def _json(record: dict[str, dict[str, Any]]) -> str:
-    """Return JSON with a line per series."""
-    about = {"command": COMMAND, "versions": {"python": platform.python_version(), "jax": jax.__version__}}
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(row)}" for key, row in record.items())
-    return json.dumps(about)[:-1] + f', "tasks": {{\n{lines}\n}}}}\n'
+    return dict(harness.read_rows(RECORD, "tasks"))
 
 
 def lines() -> list[str]:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -37,7 +38,7 @@ BETAS = ("--optimizer.b1", "0.97", "--optimizer.b2", "0.99")
 """At the base: eight times the batch and a mistake of k^1/2 leave them in (0, 1), where they would be refused before the check."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Mutant:
     """`column` of a rule is k^exponent too large."""
 
@@ -53,7 +54,7 @@ class Mutant:
         """The rule with this error in it."""
         right = RULES[self.rule]
         power = (getattr(right, self.column) or ONE) * axis(self.grows) ** self.exponent
-        return dataclasses.replace(right, **{self.column: power})
+        return replace(right, **{self.column: power})
 
 
 def mutants(rule: str, grows: str) -> Iterator[Mutant]:

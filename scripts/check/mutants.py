@@ -6,8 +6,8 @@ mutant is what trains, so a check that passes it has missed an error a person co
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from mupax.presets import ParamSpec, Power, Preset, Rule
 from mupax.presets.rule import axis
@@ -16,7 +16,7 @@ COLUMNS = ("init_std", "multiplier", "lr", "eps")
 EXPONENTS = (0.5, -0.5, 0.25, -0.25, 1.0, -1.0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Mutant:
     """`column` of `group` is m^exponent too large, m being the ratio of `size`.
 
@@ -43,19 +43,19 @@ class Mutant:
             row = preset.rule(spec)
             return _changed(row, self.column, factor) if spec.group == self.group else row
 
-        return dataclasses.replace(preset, rule=rule)
+        return replace(preset, rule=rule)
 
 
 def _changed(row: Rule, column: str, factor: Power) -> Rule:
     match column:
         case "init_std":
-            return dataclasses.replace(row, init_std=row.init_std * factor)
+            return replace(row, init_std=row.init_std * factor)
         case "multiplier":
-            return dataclasses.replace(row, multiplier=row.multiplier * factor)
+            return replace(row, multiplier=row.multiplier * factor)
         case "lr":
-            return dataclasses.replace(row, sgd=row.sgd * factor, adam=row.adam * factor)
+            return replace(row, sgd=row.sgd * factor, adam=row.adam * factor)
         case "eps":
-            return dataclasses.replace(row, eps=row.eps * factor)
+            return replace(row, eps=row.eps * factor)
     raise ValueError(f"no column is named {column!r}; write {', '.join(COLUMNS)}")
 
 
@@ -86,6 +86,6 @@ def eps_dominates(preset: Preset) -> Preset:
 
     def rule(spec: ParamSpec) -> Rule:
         row = preset.rule(spec)
-        return dataclasses.replace(row, sgd=row.adam / row.eps)
+        return replace(row, sgd=row.adam / row.eps)
 
-    return dataclasses.replace(preset, rule=rule)
+    return replace(preset, rule=rule)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +34,7 @@ ROUND_OFF = 1e-3
 """Two trainings are the same when no activation differs by more than this power of two, at any size, seed or step read."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Study:
     """What the mutants are made from.
 
@@ -115,7 +116,7 @@ STUDIES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Outcome:
     """What the check made of one mutant.
 
@@ -156,7 +157,7 @@ class Suite:
         doublings = study.doublings if doublings is None else doublings
         self.study, self._doublings = study, doublings
         changes = {**study.changes, **({"tied": True} if study.tied else {})}
-        model: configs.ModelConfig = dataclasses.replace(configs.get(study.model), **changes)
+        model: configs.ModelConfig = replace(configs.get(study.model), **changes)
         inputs = {"vocab_size", "seq_len"} & study.changes.keys()
         doubled = check.grow(model, study.grow, doublings[-1] + 1, inputs)
         grown = [doubled[count] for count in doublings]

@@ -8,16 +8,14 @@ What the file holds is not run again unless it is asked for. What passes with fo
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
-import platform
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-
+from mupax.command_line import Switch
 from mupax.train.studies.check import check
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.check import mutation_report
 from scripts.check.mutation_suite import MORE_SEEDS, SEEDS, STUDIES, Outcome, Suite
 
@@ -25,15 +23,23 @@ PAGE = ROOT / "docs" / "mutations.md"
 COMMAND = "python -m scripts.check.mutations"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    studies: tuple[str, ...] = ()
+    """Studies to run; all by default."""
+    again: Switch = False
+    """Run what the file holds once more."""
+
+
 def main() -> None:
     """Run the mutants that are not in the file yet, then write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--studies", nargs="+", choices=[study.name for study in STUDIES], help="which (all)")
-    parser.add_argument("--again", action="store_true", help="run what the file holds once more")
-    args = parser.parse_args()
+    args = harness.parse(Options)
+    harness.check_names(args.studies, [study.name for study in STUDIES])
     path = PAGE.with_suffix(".json")
-    rows: dict[str, dict[str, Any]] = json.loads(path.read_text())["mutants"] if path.exists() else {}
-    for study in (study for study in STUDIES if args.studies is None or study.name in args.studies):
+    rows: dict[str, dict[str, Any]] = dict(harness.read_rows(path, "mutants"))
+    for study in (study for study in STUDIES if not args.studies or study.name in args.studies):
         suite = Suite(study)
         names = {f"{study.name}: {mutant}": mutant for mutant in suite.mutants()}
         for seeds in (SEEDS, MORE_SEEDS):
@@ -47,7 +53,9 @@ def main() -> None:
                 outcome = suite.run(names[name], seeds)
                 rows[name] = {"study": study.name, **dataclasses.asdict(outcome), "change": round(outcome.change, 6)}
                 print(name, outcome.by, outcome.by_activations, f"{outcome.change:.2g}", flush=True)
-                path.write_text(_json(rows))
+                path.write_text(
+                    harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "mutants", rows)
+                )
     PAGE.write_text(mutation_report.markdown(outcomes(), COMMAND))
 
 
@@ -67,13 +75,6 @@ def outcomes() -> dict[str, list[Outcome]]:
     for row in rows:
         by_study[row["study"]].append(_outcome(row))
     return {study: own for study, own in by_study.items() if own}
-
-
-def _json(rows: dict[str, dict[str, Any]]) -> str:
-    """JSON with a line per mutant."""
-    about = {"command": COMMAND, "versions": {"python": platform.python_version(), "jax": jax.__version__}}
-    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
-    return json.dumps(about)[:-1] + f', "mutants": {{\n{lines}\n}}}}\n'
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ Nothing in them has a name that the check knows: no `embed`, no `block`, no `int
 
 from __future__ import annotations
 
-import dataclasses
 import runpy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -106,7 +106,7 @@ def _random_patches() -> dict[str, np.ndarray]:
     return {"inputs": images, "targets": labels, "weights": np.ones(32, np.float32)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class OwnModel:
     """A model of a user's kind and what it is checked on."""
 

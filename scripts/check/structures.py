@@ -8,20 +8,17 @@ asked for. Presets that give a series the same numbers are trained once. Wrong t
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from mupax import presets
+from mupax.command_line import Switch
 from mupax.presets import Preset
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.studies.check import check, groups, report, theory
 from mupax.zoo.definition import Definition, definition
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.check import campaign, untold
 from scripts.check.campaign import RIGHT
 from scripts.check.wrong_tables import MODELS, WRONG
@@ -78,31 +75,35 @@ def measure(model: str, grow: str) -> list[dict[str, Any]]:
     return rows
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    models: tuple[str, ...] = tuple(MODELS)
+    grow: tuple[str, ...] = tuple(RIGHT)
+    again: Switch = False
+    """Measure what the file holds once more."""
+
+
 def main() -> None:
     """Measure what the file does not hold, then write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--grow", nargs="+", choices=list(RIGHT), default=list(RIGHT))
-    parser.add_argument("--again", action="store_true", help="measure what the file holds once more")
-    args = parser.parse_args()
+    args = harness.parse(Options)
+    harness.check_names(args.models, list(MODELS))
+    harness.check_names(args.grow, list(RIGHT))
     rows = rows_of_file()
     for grow in args.grow:
         for model in args.models:
             if args.again or not any((row["model"], row["grow"]) == (model, grow) for row in rows):
                 rows = [row for row in rows if (row["model"], row["grow"]) != (model, grow)] + measure(model, grow)
-                PAGE.with_suffix(".json").write_text(_json(rows))
+                PAGE.with_suffix(".json").write_text(
+                    harness.with_rows({"command": COMMAND, "versions": harness.versions()}, "rows", rows)
+                )
     PAGE.write_text(markdown(rows))
 
 
 def rows_of_file() -> list[dict[str, Any]]:
     """What was measured."""
-    path = PAGE.with_suffix(".json")
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
-def _json(rows: list[dict[str, Any]]) -> str:
-    about = {"command": COMMAND, "versions": {"python": platform.python_version(), "jax": jax.__version__}}
-    return json.dumps(about)[:-1] + ', "rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
+    return harness.read_rows(PAGE.with_suffix(".json"), "rows")
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

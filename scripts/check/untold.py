@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from mupax.presets import ParamSpec, Preset
 from scripts.check.wrong_tables import WRONG, Wrong
@@ -25,7 +25,7 @@ _STARTS = (
 _EPS = ("MLP in with the row of any hidden matrix",)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Untold:
     """Mistakes that theory does not name.
 
@@ -76,7 +76,7 @@ def reads(wrong: Wrong, table: Preset, specs: Iterable[ParamSpec], optimizer: st
     for spec in specs:
         row, other = table.rule(spec), changed.rule(spec)
         if not (family == "adam" or (family == "muon" and row.muon is None)):
-            other = dataclasses.replace(other, eps=row.eps)
+            other = replace(other, eps=row.eps)
         if row != other:
             return True
     return False

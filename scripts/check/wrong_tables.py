@@ -6,8 +6,8 @@ check does not. `scripts.check.structures` makes the page of them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mupax.presets import ParamSpec, Power, Preset, Role, Rule
@@ -18,22 +18,22 @@ from mupax.zoo.transformer import TransformerConfig, transformer
 LM, VIT, ED = (transformer(configs.get(name), "this") for name in ("lm-proxy", "vit-proxy", "ed-proxy"))
 MODELS: dict[str, TransformerConfig] = {
     "lm": LM,
-    "lm, QK-norm": dataclasses.replace(LM, qk_norm=True),
-    "lm, GQA": dataclasses.replace(LM, num_kv_heads=1),
-    "lm, GELU": dataclasses.replace(LM, activation="gelu"),
-    "lm, biases": dataclasses.replace(LM, bias=True, norm="layernorm"),
-    "lm, tied": dataclasses.replace(LM, tied=True),  # pyright: ignore[reportCallIssue]
+    "lm, QK-norm": replace(LM, qk_norm=True),
+    "lm, GQA": replace(LM, num_kv_heads=1),
+    "lm, GELU": replace(LM, activation="gelu"),
+    "lm, biases": replace(LM, bias=True, norm="layernorm"),
+    "lm, tied": replace(LM, tied=True),  # pyright: ignore[reportCallIssue]
     "vit": VIT,
-    "vit, QK-norm": dataclasses.replace(VIT, qk_norm=True),
-    "vit, GQA": dataclasses.replace(VIT, num_kv_heads=1),
-    "vit, SwiGLU": dataclasses.replace(VIT, activation="swiglu"),
-    "vit, no biases": dataclasses.replace(VIT, bias=False),
+    "vit, QK-norm": replace(VIT, qk_norm=True),
+    "vit, GQA": replace(VIT, num_kv_heads=1),
+    "vit, SwiGLU": replace(VIT, activation="swiglu"),
+    "vit, no biases": replace(VIT, bias=False),
 }
 """lm-proxy has SwiGLU and no biases; vit-proxy GELU, biases and a readout that cannot be tied."""
 MENDING = {
-    "ed": dataclasses.replace(ED, tied=False, shared=False, positions="relative"),  # pyright: ignore[reportCallIssue]
+    "ed": replace(ED, tied=False, shared=False, positions="relative"),  # pyright: ignore[reportCallIssue]
     "ed, tied": ED,
-    "ed, QK-norm": dataclasses.replace(ED, tied=False, qk_norm=True, bias=True, norm="layernorm"),  # pyright: ignore[reportCallIssue]
+    "ed, QK-norm": replace(ED, tied=False, qk_norm=True, bias=True, norm="layernorm"),  # pyright: ignore[reportCallIssue]
 }
 """Encoder-decoders, whose tables are judged by theory alone: relative positions and two tables, or rotary and one."""
 Mistake = Callable[[Rule, ParamSpec], Rule]
@@ -47,22 +47,22 @@ def rate(power: Power) -> Mistake:
 
     def wrong(row: Rule, spec: ParamSpec) -> Rule:
         muon = None if row.muon is None else row.muon * power
-        return dataclasses.replace(row, adam=row.adam * power, sgd=row.sgd * power, muon=muon)
+        return replace(row, adam=row.adam * power, sgd=row.sgd * power, muon=muon)
 
     return wrong
 
 
 def std(power: Power) -> Mistake:
     """An initial size that is this much too large."""
-    return lambda row, spec: dataclasses.replace(row, init_std=row.init_std * power)
+    return lambda row, spec: replace(row, init_std=row.init_std * power)
 
 
 def unscaled_eps(row: Rule, spec: ParamSpec) -> Rule:
     """The optimizer's eps at every size."""
-    return dataclasses.replace(row, eps=ONE)
+    return replace(row, eps=ONE)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Wrong:
     """A mistake in the rows of some roles or groups, and what has to name it.
 
@@ -89,7 +89,7 @@ class Wrong:
             row = table.rule(spec)
             return self.mistake(row, spec) if {spec.role, spec.group} & self.rows else row
 
-        return dataclasses.replace(table, rule=rule)
+        return replace(table, rule=rule)
 
 
 def _wrong(model: str, grow: str, rows: set[Any], mistake: Mistake, where: str, word: str) -> Wrong:
@@ -135,12 +135,12 @@ WRONG = {
         "lm", "head_dim", {Role.MLP_IN}, std((D / F) ** 0.5), "weight/block.mlp_in/up @0", "explodes where embed grows alone",
     ),
     "MLP in with the row of any hidden matrix": _wrong(
-        "lm", "head_dim", {Role.MLP_IN}, lambda row, spec: dataclasses.replace(row, eps=row.eps * (F / D) ** 0.5),
+        "lm", "head_dim", {Role.MLP_IN}, lambda row, spec: replace(row, eps=row.eps * (F / D) ** 0.5),
         "gradient/block.mlp_in/up @0", "eps fades where embed grows alone",
     ),
     "QK-norm gains' eps without the heads they sum over": _wrong(
         "lm, QK-norm", "heads", {"block.query.norm_gain", "block.key.norm_gain"},
-        lambda row, spec: dataclasses.replace(row, eps=row.eps * (N / D)), "gradient/block.key.norm_gain @0", "eps fades",
+        lambda row, spec: replace(row, eps=row.eps * (N / D)), "gradient/block.key.norm_gain @0", "eps fades",
     ),
     "cross-attention's query rate/m": _wrong("ed", "heads", {"block.cross.query"}, rate(D**-1), "movement/block.cross.query @1", "frozen"),
     "cross-attention's key with the decoder's width for fan-in": _wrong(
@@ -181,7 +181,7 @@ WRONG = {
         "ed", "heads", {"encoder.block.relative_bias"}, rate(H**0.5), "movement/encoder.block.relative_bias @1", "explodes",
     ),
     "relative bias with the eps of a norm": _wrong(
-        "ed", "head_dim", {Role.RELATIVE_BIAS}, lambda row, spec: dataclasses.replace(row, eps=row.eps / N),
+        "ed", "head_dim", {Role.RELATIVE_BIAS}, lambda row, spec: replace(row, eps=row.eps / N),
         "gradient/block.relative_bias @0", "eps fades",
     ),
 }  # fmt: skip

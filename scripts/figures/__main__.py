@@ -8,36 +8,45 @@ NAME-full. A figure whose record has the same settings is only drawn again.
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import platform
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from scripts import ROOT
+from tyro.conf import Positional
+
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.figures import page
 
 OUT = ROOT / "docs" / "figures"
 WORK = Path("runs") / "figures"
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    names: Positional[tuple[str, ...]] = ()
+    full: Switch = False
+    """The paper's sizes: hours, on an accelerator."""
+    out: Path = OUT
+    """Folder of the records and pictures."""
+    again: Switch = False
+    """Measure even what is there with the same settings."""
+    render: Switch = False
+    """Measure nothing: draw and judge what is there."""
+    list: Switch = False
+    """Say what there is, and stop."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0, or 2 for a wrong name."""
     figure_names = page.names()
-    parser = argparse.ArgumentParser(prog="python -m scripts.figures", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(figure_names)}; all unless given")
-    parser.add_argument("--full", action="store_true", help="the paper's sizes: hours, on an accelerator")
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of the records and pictures (docs/figures)")
-    parser.add_argument("--again", action="store_true", help="measure even what is there with the same settings")
-    parser.add_argument("--render", action="store_true", help="measure nothing: draw and judge what is there")
-    parser.add_argument("--list", action="store_true", help="say what there is, and stop")
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in figure_names]:
-        near = difflib.get_close_matches(unknown[0], figure_names, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        parser.error(f"no figure is named {unknown[0]}; {hint}the figures are {', '.join(figure_names)}")
+    args = harness.parse(Options, argv)
+    harness.check_names(args.names, figure_names, "figure")
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.names or figure_names:
         if args.list:
@@ -52,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(name: str, args: argparse.Namespace) -> None:
+def _run(name: str, args: Options) -> None:
     from scripts.figures import result
 
     figure = page.load(name)

@@ -8,16 +8,16 @@ Shapes: S sizes, seeds, P points of a curve, Q examples of a kernel.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scripts.figures import panels
-from scripts.figures.result import Row, mean
+from scripts.figures.result import Row, estimate, mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,7 +58,7 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
         config = make(**sizes, **{**settings["model"], **rule})
         runs = []
         for seed in range(settings["seeds"]):
-            run = dataclasses.replace(config, seed=seed)
+            run = replace(config, seed=seed)
             path = folder / f"{_key(run, ends)}.json"
             if not path.exists():
                 if config.model not in trainers:  # the last one only: compiled programs take memory
@@ -135,28 +135,10 @@ def likeness(data: Mapping[str, Any], about: str) -> list[Row]:
         two = f"{AXES[axis]} = {of_axis['size'][-2]} and {of_axis['size'][-1]}"
         kernels = np.asarray(of_axis["kernel"])
         aligned = [alignment(big, less) for big, less in zip(kernels[-1], kernels[-2], strict=True)]
-        measured, low, high = mean(gap(of_axis))
-        rows.append(
-            Row(
-                what=f"mean difference of loss curves in nats, {two}{about}",
-                measured=measured,
-                low=low,
-                high=high,
-                kind="value",
-            )
-        )
-        measured, low, high = mean(aligned)
+        rows.append(estimate(f"mean difference of loss curves in nats, {two}{about}", mean(gap(of_axis))))
         across_seeds = alignment(kernels[-1][0], kernels[-1][1])
-        rows.append(
-            Row(
-                what=f"alignment of final kernels, {two}{about}",
-                measured=measured,
-                low=low,
-                high=high,
-                kind="value",
-                note=f"Two seeds of the larger one: {across_seeds:.3f}.",
-            )
-        )
+        note = f"Two seeds of the larger one: {across_seeds:.3f}."
+        rows.append(estimate(f"alignment of final kernels, {two}{about}", mean(aligned), note=note))
     return rows
 
 
@@ -231,10 +213,8 @@ def panels_of(title: str, data: Mapping[str, Any], axes: Sequence[str]) -> Any:
         for one in (top, middle, bottom):
             panels.quiet(one)
         draw_losses(top, axis, data[axis])
-        panels.label(top, f"Training loss, {AXES[axis]} growing", "step", "nats" if column == 0 else "")
-        panels.legend(top)
+        panels.label(top, f"Training loss, {AXES[axis]} growing", "step", "nats" if column == 0 else "", legend=True)
         draw_kernels(middle, axis, data[axis])
         draw_attention(bottom, axis, data[axis])
-        panels.label(bottom, "Attention logits of the last layer", "A", "density" if column == 0 else "")
-        panels.legend(bottom)
+        panels.label(bottom, "Attention logits of the last layer", "A", "density" if column == 0 else "", legend=True)
     return figure

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
     """The paper's ViT (LayerNorm without parameters, no biases, F = D, GELU, learned positions) on 8x8 images, 16 patches."""
     paper = configs.get("bordelon-vit")
     assert isinstance(paper, configs.ViTConfig)
-    return dataclasses.replace(
+    return replace(
         paper,
         width=head_dim * heads,
         num_heads=heads,
@@ -29,7 +29,7 @@ def vit(*, head_dim: int, heads: int, depth: int) -> ViTConfig:
         channels=1,
         norm_eps=1e-5,
         centered=False,
-        compute=dataclasses.replace(paper.compute, layers="scan"),
+        compute=replace(paper.compute, layers="scan"),
     )
 
 
@@ -39,7 +39,7 @@ def encoder_decoder(
     """BART's layout (pre-norm, norms after both embeddings, learned positions, no biases and gains) on ASCII, F = D."""
     paper = configs.get("bart-large")
     assert isinstance(paper, configs.EncoderDecoderConfig)
-    return dataclasses.replace(
+    return replace(
         paper,
         width=head_dim * heads,
         num_heads=heads,
@@ -49,7 +49,7 @@ def encoder_decoder(
         vocab_size=128,
         seq_len=seq_len,
         target_len=target_len,
-        compute=dataclasses.replace(paper.compute, layers="scan"),
+        compute=replace(paper.compute, layers="scan"),
     )
 
 

@@ -38,11 +38,13 @@ def quiet(axes: Axes) -> None:
     axes.tick_params(which="both", colors="#444444", labelsize=9)
 
 
-def label(axes: Axes, title: str, x: str, y: str) -> None:
-    """Name the panel and its axes."""
+def label(axes: Axes, title: str, x: str, y: str, *, legend: bool = False) -> None:
+    """Name the panel and its axes, and show its legend if asked for."""
     axes.set_title(title, fontsize=10, color=INK, loc="left")
     axes.set_xlabel(x, fontsize=9)
     axes.set_ylabel(y, fontsize=9)
+    if legend:
+        add_legend(axes)
 
 
 def power_law(
@@ -83,9 +85,9 @@ def power_law(
     axes.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
 
 
-def legend(axes: Axes, *, title: str | None = None) -> None:
+def add_legend(axes: Axes) -> None:
     """A small legend without a frame, where there is room."""
-    axes.legend(fontsize=8, frameon=False, title=title, title_fontsize=8)
+    axes.legend(fontsize=8, frameon=False)
 
 
 def by_layer(axes: Axes, ends: Any, sizes: Any, data: Any, alpha_l: float) -> None:
@@ -113,4 +115,4 @@ def by_layer(axes: Axes, ends: Any, sizes: Any, data: Any, alpha_l: float) -> No
         markersize=5,
         label=f"models, faint to full: {', '.join(str(sizes[c]) for c in chosen)}",
     )
-    legend(axes)
+    add_legend(axes)

@@ -27,6 +27,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ Interval = tuple[float, float, float]
 """Estimate, and the ends of its 95 % interval."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """One measured number beside what is predicted.
 
@@ -104,7 +105,7 @@ class Row:
         return {**_plain(fields), "verdict": self.verdict}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Figure:
     """How a figure is measured, judged and drawn (see the module).
 
@@ -127,6 +128,18 @@ class Figure:
     measure: Callable[[Settings, Path], Data]
     rows: Callable[[Settings, Data], Sequence[Row]]
     draw: Callable[[Settings, Data], matplotlib.figure.Figure]
+
+
+def settings_of(module: str) -> dict[str, Settings]:
+    """Return the `small` and `full` settings of a figure, which `settings.json` has by the name of its module."""
+    file = Path(__file__).with_name("settings.json")
+    return json.loads(file.read_text())[module.rpartition(".")[2]]
+
+
+def estimate(what: str, interval: Interval, kind: str = "value", **more: Any) -> Row:
+    """Return the row of an estimate with its interval; `more` are fields of `Row`."""
+    measured, low, high = interval
+    return Row(what=what, measured=measured, low=low, high=high, kind=kind, **more)
 
 
 def mean(values: Any) -> Interval:

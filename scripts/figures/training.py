@@ -6,8 +6,8 @@ The models are in the form of Bordelon et al. 2024, absolute presets, by default
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -46,7 +46,7 @@ def vit(
     """A run of the paper's ViT: momentum 0.9, constant rate, centred output."""
     model = configs.get("bordelon-vit")
     assert isinstance(model, configs.ViTConfig)
-    model = dataclasses.replace(
+    model = replace(
         model,
         width=head_dim * heads,
         num_heads=heads,
@@ -90,7 +90,7 @@ def lm(
     """
     model = configs.get("bordelon-lm")
     assert isinstance(model, configs.DecoderConfig)
-    model = dataclasses.replace(
+    model = replace(
         model,
         width=head_dim * heads,
         num_heads=heads,
@@ -141,7 +141,7 @@ def with_constants(run: StepInputs, program: Program, ends: float = 4.0) -> Step
     return run._replace(factors=factors._replace(lr=lr, multiplier=multiplier))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Snapshot:
     """A model between two steps.
 
@@ -183,7 +183,7 @@ class Trainer:
     ) -> tuple[np.ndarray, list[Any]]:
         """The training losses float64 [steps] of a run, and what `look` saw after the steps `at` (0 is before the first)."""
         numbers = assemble(config, jax.devices()[:1])
-        program = dataclasses.replace(numbers, initializer=self.program.initializer)  # compiled once for all runs
+        program = replace(numbers, initializer=self.program.initializer)  # compiled once for all runs
         start = program.initializer.params(config.seed, program.stds)
         run = with_constants(program.step_inputs(), program, self.ends)
         state = program.placed(program.initial_state(), self._step)

@@ -12,7 +12,6 @@ it: XLA chooses kernels by the processor, so losses and compiled programs of two
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -20,11 +19,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from tyro.conf import Positional
 
 from mupax import disk
-from scripts import ROOT
+from scripts import ROOT, harness
 
 
 class Section(NamedTuple):
@@ -57,13 +59,20 @@ SHOWN = 20
 """Differences of a section that are printed."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    command: Positional[Literal["record", "compare", "section"]]
+    out: Positional[Path]
+    """Folder of the record; for `section`: file to write."""
+    only: tuple[str, ...] = tuple(SECTIONS)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.house", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("command", choices=("record", "compare", "section"))
-    parser.add_argument("out", type=Path, help="folder of the record; for `section`: file to write")
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names(args.only, SECTIONS)
     if args.command == "section":
         (name,) = args.only
         module = importlib.import_module(f"scripts.house.{SECTIONS[name].module}")

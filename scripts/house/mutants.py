@@ -30,9 +30,7 @@ place is recorded as `gone`: then the code was rewritten, and a person has to ju
 
 from __future__ import annotations
 
-import argparse
 import ast
-import contextlib
 import dataclasses
 import json
 import os
@@ -46,9 +44,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import Positional
+
+from scripts import harness
 from scripts.house.sizes import MODULES, ROOT, imported_modules, python_files
 
 SEED = 38
@@ -86,7 +89,7 @@ _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Span:
     """A part of a file. Lines count from 1, columns are bytes from 0."""
 
@@ -96,7 +99,7 @@ class Span:
     end_column: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Mutant:
     """A change at one place of one file.
 
@@ -477,7 +480,7 @@ class Bench:
             self._baselines[key] = self.run(tests, BASELINE_S)
         return self._baselines[key]
 
-    @contextlib.contextmanager
+    @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
         """Have the mutant in the copy while entered."""
         file = self.folder / mutant.path
@@ -518,7 +521,7 @@ class Bench:
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                with contextlib.suppress(ProcessLookupError):  # also what tests have left running
+                with suppress(ProcessLookupError):  # also what tests have left running
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             text.seek(0)
@@ -526,7 +529,7 @@ class Bench:
         return Outcome(code, round(time.monotonic() - began, 1), output[-2000:])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Outcome:
     """Result of one run of tests.
 
@@ -641,14 +644,23 @@ def differences(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]
     return lines
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    out: Positional[Path]
+    """File of rows, JSON lines."""
+    first: int | None = None
+    """Judge so many of them only."""
+    like: Path | None = None
+    """Record whose mutants are looked for here."""
+    against: Path | None = None
+    """Older record to compare with; runs nothing."""
+
+
 def main() -> int:
     """Judge mutants, or compare two records; the exit code is 1 where some are no longer killed."""
-    parser = argparse.ArgumentParser(description="Mutants that the tests of their modules kill.")
-    parser.add_argument("out", type=Path, help="file of rows, JSON lines")
-    parser.add_argument("--first", type=int, help="judge so many of them only")
-    parser.add_argument("--like", type=Path, help="record whose mutants are looked for here")
-    parser.add_argument("--against", type=Path, help="older record to compare with; runs nothing")
-    words = parser.parse_args()
+    words = harness.parse(Options)
     # Ends as Ctrl-C does, with the tests that run and the copy removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if words.against:

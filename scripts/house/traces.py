@@ -300,6 +300,7 @@ def _train(part: Part, workdir: str) -> None:
 
 def main() -> None:
     """Trace the part that the command line names."""
+    # Not scripts.harness, which imports mupax: here the traced mupax is imported, and later.
     parser = argparse.ArgumentParser(description="Trace the functions that run in a part of a run.")
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("out", type=Path, help="JSON file to write")

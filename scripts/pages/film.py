@@ -8,7 +8,6 @@ faster than it goes, which its line says. Needs `pyte`, a terminal in memory (th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pty
 import select
@@ -20,6 +19,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from fcntl import ioctl
 from html import escape
 from pathlib import Path
@@ -101,7 +101,7 @@ def _output(command: str, folder: Path) -> Iterator[tuple[bytes, float]]:
     )
     os.close(slave)
     last = time.monotonic()
-    with contextlib.suppress(OSError):  # the terminal's other end is closed
+    with suppress(OSError):  # the terminal's other end is closed
         while running.poll() is None or select.select([master], [], [], 0)[0]:
             if select.select([master], [], [], FRAME_S)[0]:
                 now = time.monotonic()

@@ -9,15 +9,19 @@ links, what an included page calls by a path, a page that the site leaves out.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from tyro.conf import Positional
+
+from scripts import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "packaging/presets/README.md")
@@ -59,7 +63,7 @@ class _Page(HTMLParser):
         self.targets += [values[name] for name in ("href", "src") if name in values]
 
 
-@functools.cache
+@cache
 def _page(path: Path) -> _Page:
     page = _Page()
     page.feed(path.read_text())
@@ -71,7 +75,7 @@ def _prose(text: str) -> str:
     return CODE.sub("`", FENCE.sub("", text))
 
 
-@functools.cache
+@cache
 def _headings(path: Path) -> set[str]:
     """Anchors that GitHub and MyST make of a document's headings; those of one text are numbered."""
     times: Counter[str] = Counter()
@@ -182,11 +186,17 @@ def wrong_addresses(texts: Mapping[str, str], root: Path = ROOT) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    site: Positional[Path]
+    """The folder of the built site."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what leads nowhere; 1 where there is any, 2 where there is no site."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.pages.links", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("site", type=Path, help="the folder of the built site")
-    site: Path = parser.parse_args(argv).site
+    site: Path = harness.parse(Options, argv).site
     try:
         broken = broken_in_site(site) + broken_in_documents()
     except FileNotFoundError as error:

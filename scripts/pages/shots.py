@@ -7,16 +7,19 @@ A page is one PNG per 4,000 pixels of its height. `scripts.pages.links` reads th
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import functools
 import http.server
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import Positional
+
+from scripts import harness
 from scripts.pages import browser, links
 
 LOCAL = "127.0.0.1"
@@ -85,10 +88,10 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-@contextlib.contextmanager
+@contextmanager
 def served(site: Path) -> Iterator[str]:
     """The address of a folder that this machine serves itself: a site is read from a host, and a browser waits long on files."""
-    with http.server.ThreadingHTTPServer((LOCAL, 0), functools.partial(_Quiet, directory=str(site))) as server:
+    with http.server.ThreadingHTTPServer((LOCAL, 0), partial(_Quiet, directory=str(site))) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:
@@ -113,15 +116,26 @@ def _pictured(page: browser.Page, url: str, width: int, stem: Path, *, dark: boo
     return measured
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    site: Positional[Path]
+    """The folder of the built site."""
+    out: Positional[Path]
+    """The folder of the pictures: OUT/SCHEME/WIDTH/PAGE-PIECE.png."""
+    widths: tuple[int, ...] = (1280, 390)
+    """Widths of the window, in pixels."""
+    schemes: tuple[str, ...] = ("light",)
+    """Colours."""
+    pages: tuple[str, ...] = ()
+    """Paths in the site without suffix; all by default."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the pictures and prints what is wrong; 1 where anything is, 2 where there is no site or browser."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.pages.shots", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("site", type=Path, help="the folder of the built site")
-    parser.add_argument("out", type=Path, help="the folder of the pictures: OUT/SCHEME/WIDTH/PAGE-PIECE.png")
-    parser.add_argument("--widths", type=int, nargs="+", default=[1280, 390], help="of the window, in pixels")
-    parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["light"], help="colours")
-    parser.add_argument("--pages", nargs="+", default=[], help="paths in the site without suffix; all by default")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names(args.schemes, SCHEMES)
     wrong = count = 0
     try:
         chosen = pages(args.site, args.pages)

@@ -9,10 +9,9 @@ the table into docs/huggingface.md. Needs torch and transformers (`make parity` 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import importlib.metadata
 import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mupax.command_line import Switch
 from mupax.presets import VECTORS
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import init_stds, resolve
@@ -31,7 +31,7 @@ from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.transformer import TransformerConfig
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.pages.markdown import replaced
 from scripts.parity.models import MODELS, VARIANTS, WRITTEN
 
@@ -79,7 +79,7 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     config = {**MODELS, **WRITTEN}[model]
     preset_config = PRESETS[preset]
     if preset_config.name in ("mup", "depth-mup"):
-        preset_config = dataclasses.replace(preset_config, base=BASES[config.family])
+        preset_config = replace(preset_config, base=BASES[config.family])
     built, parameterization = definition(config), preset_for(preset_config, config)
     factors = resolve(parameterization, built, parameterization.optimizers[0])
     theirs_at, ours_at = folder / "theirs", folder / "ours"
@@ -202,11 +202,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join([f"By `python -m scripts.parity --write`, {versions}, CPU, float32.", "", *lines])
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    write: Switch = False
+
+
 def main() -> None:
     """Measure every case and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.parity", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"put the table into docs/{DOCUMENT.name}")
-    args = parser.parse_args()
+    args = harness.parse(Options)
     rows = []
     for case in cases():
         with tempfile.TemporaryDirectory() as folder:

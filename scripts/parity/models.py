@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
@@ -14,10 +14,10 @@ LLAMA = DecoderConfig(
     width=48, depth=3, num_heads=6, head_dim=10, vocab_size=97, seq_len=29, mlp_ratio=2.5, norm_eps=1e-6,
     positions="rotary", rope_theta=500_000.0, norm="rmsnorm", activation="swiglu", bias=False,
 )  # fmt: skip
-NEOX = dataclasses.replace(
+NEOX = replace(
     GPT2, positions="rotary", parallel=True, rotary_fraction=0.25, activation="gelu_exact", tied=False, bias=True
 )
-GEMMA = dataclasses.replace(
+GEMMA = replace(
     LLAMA, num_kv_heads=3, activation="geglu", tied=True, post_norm=True, window=5, full_every=2, attention_softcap=2.0,
     logit_softcap=3.0,
 )  # fmt: skip
@@ -35,26 +35,24 @@ T5 = EncoderDecoderConfig(
 )  # fmt: skip
 
 VARIANTS: dict[str, TransformerConfig] = {
-    "Llama 3.1": dataclasses.replace(
-        LLAMA, num_kv_heads=2, rope_scaling="llama3", rope_theta=50.0, rope_original_len=16
-    ),
-    "Llama, linear positions": dataclasses.replace(LLAMA, rope_scaling="linear", rope_factor=3.0),
-    "Mistral": dataclasses.replace(LLAMA, num_kv_heads=3, window=5),
-    "Qwen2": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None, qkv_bias=True),
-    "Qwen2, window": dataclasses.replace(LLAMA, qkv_bias=True, tied=True, window=7),
+    "Llama 3.1": replace(LLAMA, num_kv_heads=2, rope_scaling="llama3", rope_theta=50.0, rope_original_len=16),
+    "Llama, linear positions": replace(LLAMA, rope_scaling="linear", rope_factor=3.0),
+    "Mistral": replace(LLAMA, num_kv_heads=3, window=5),
+    "Qwen2": replace(LLAMA, num_kv_heads=2, head_dim=None, qkv_bias=True),
+    "Qwen2, window": replace(LLAMA, qkv_bias=True, tied=True, window=7),
     "GPT-NeoX": NEOX,
-    "GPT-NeoX, one after the other": dataclasses.replace(NEOX, parallel=False, rotary_fraction=0.5, activation="relu"),
-    "SigLIP": dataclasses.replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6),
-    "DeiT": dataclasses.replace(VIT, registers=1),
-    "DINOv2": dataclasses.replace(VIT, pool="cls-mean", layer_scale=1.0, norm_eps=1e-6),
-    "DINOv2, registers": dataclasses.replace(VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0),
-    "Qwen3": dataclasses.replace(LLAMA, num_kv_heads=2, qk_norm=True),
+    "GPT-NeoX, one after the other": replace(NEOX, parallel=False, rotary_fraction=0.5, activation="relu"),
+    "SigLIP": replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6),
+    "DeiT": replace(VIT, registers=1),
+    "DINOv2": replace(VIT, pool="cls-mean", layer_scale=1.0, norm_eps=1e-6),
+    "DINOv2, registers": replace(VIT, pool="cls-mean", layer_scale=0.125, registers=3, mlp_ratio=2.0),
+    "Qwen3": replace(LLAMA, num_kv_heads=2, qk_norm=True),
     "Gemma 2": GEMMA,
-    "Gemma 3": dataclasses.replace(
+    "Gemma 3": replace(
         GEMMA, qk_norm=True, attention_softcap=None, logit_softcap=None, window_theta=50.0, rope_scaling="linear"
     ),
-    "Gemma 2, untied": dataclasses.replace(GEMMA, tied=False, full_every=None, attention_softcap=None),
-    "Mixtral": dataclasses.replace(
+    "Gemma 2, untied": replace(GEMMA, tied=False, full_every=None, attention_softcap=None),
+    "Mixtral": replace(
         LLAMA,
         num_kv_heads=3,
         experts=5,
@@ -63,7 +61,7 @@ VARIANTS: dict[str, TransformerConfig] = {
         mlp_ratio=1.0,
         routing=RoutingConfig(gate="softmax"),
     ),
-    "Qwen3-MoE": dataclasses.replace(
+    "Qwen3-MoE": replace(
         LLAMA,
         num_kv_heads=2,
         qk_norm=True,
@@ -72,7 +70,7 @@ VARIANTS: dict[str, TransformerConfig] = {
         expert_dim=20,
         routing=RoutingConfig(gate="softmax"),
     ),
-    "Qwen3-MoE, weights not normalized": dataclasses.replace(
+    "Qwen3-MoE, weights not normalized": replace(
         LLAMA,
         num_kv_heads=2,
         qk_norm=True,
@@ -87,24 +85,24 @@ VARIANTS: dict[str, TransformerConfig] = {
 
 MODELS: dict[str, TransformerConfig] = {
     "GPT-2, tied": GPT2,
-    "GPT-2, untied": dataclasses.replace(GPT2, tied=False, activation="relu", mlp_ratio=3.0),
+    "GPT-2, untied": replace(GPT2, tied=False, activation="relu", mlp_ratio=3.0),
     "Llama, untied": LLAMA,
-    "Llama, tied": dataclasses.replace(LLAMA, tied=True, norm_eps=1e-5),
-    "Llama, grouped queries": dataclasses.replace(LLAMA, num_kv_heads=2, head_dim=None),
-    "Llama, biases": dataclasses.replace(LLAMA, bias=True, num_kv_heads=3),
+    "Llama, tied": replace(LLAMA, tied=True, norm_eps=1e-5),
+    "Llama, grouped queries": replace(LLAMA, num_kv_heads=2, head_dim=None),
+    "Llama, biases": replace(LLAMA, bias=True, num_kv_heads=3),
     "ViT": VIT,
     "MBart, tied": MBART,
-    "MBart, untied": dataclasses.replace(MBART, tied=False, activation="relu"),
+    "MBart, untied": replace(MBART, tied=False, activation="relu"),
     "T5": T5,
-    "T5 v1.1": dataclasses.replace(T5, tied=False, activation="geglu", target_len=None),
+    "T5 v1.1": replace(T5, tied=False, activation="geglu", target_len=None),
     **VARIANTS,
 }
 """Sizes at which no two axes are equal that could be mistaken for each other."""
 
 WRITTEN: dict[str, TransformerConfig] = {
-    "SigLIP, fixed positions": dataclasses.replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6, sincos=True),
-    "ViT, fixed positions": dataclasses.replace(VIT, sincos=True),
-    "Qwen3-MoE, a capacity that drops none": dataclasses.replace(
+    "SigLIP, fixed positions": replace(VIT, pool="mean", activation="gelu", norm_eps=1e-6, sincos=True),
+    "ViT, fixed positions": replace(VIT, sincos=True),
+    "Qwen3-MoE, a capacity that drops none": replace(
         VARIANTS["Qwen3-MoE"], routing=RoutingConfig(gate="softmax", capacity_factor=7.0)
     ),
 }

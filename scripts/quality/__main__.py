@@ -9,20 +9,22 @@ that was stopped goes on.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import itertools
 import json
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tyro.conf import Positional
 
+from mupax.command_line import Switch
 from mupax.train.parallel.processes import StopRequest
 from mupax.train.studies.sweep.rows import Rows
 from mupax.train.studies.sweep.sweep import Stopped
+from scripts import harness
 from scripts.quality import page, rates
 from scripts.quality.cells import CELLS, MUP, OUT, RETUNED, Arm, Cell, octaves, reference_of
 from scripts.quality.descent import Setting, setting
@@ -151,7 +153,7 @@ def without_curves(folder: Path) -> None:
         with tempfile.TemporaryDirectory(dir=folder) as name:
             bare = Rows(Path(name))
             for row in rows.values():
-                bare.add(dataclasses.replace(row, curve=()))
+                bare.add(replace(row, curve=()))
             bare.path.replace(rows.path)
 
 
@@ -232,18 +234,22 @@ def _paired(
     return apart if np.isfinite(apart).all() else None
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    cells: Positional[tuple[str, ...]] = ()
+    rates: Switch = False
+    render: Switch = False
+    """Train nothing: write the page from what is there."""
+    list: Switch = False
+    """Print the cells."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure the cells that are asked for, all unless named, and write the page; 0 when all are done."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.quality", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}; all unless given")
-    parser.add_argument(
-        "--rates", action="store_true", help=f"train no cell, but {PICTURED} at the rates of the README's picture"
-    )
-    parser.add_argument("--render", action="store_true", help="train nothing: write the page from what is there")
-    parser.add_argument("--list", action="store_true", help="print the cells")
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.cells if name not in CELLS]:
-        parser.error(f"{unknown[0]} is not among {', '.join(CELLS)}")
+    args = harness.parse(Options, argv)
+    harness.check_names(args.cells, CELLS, "cell")
     if args.list:
         for cell in CELLS.values():
             print(

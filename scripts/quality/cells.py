@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mupax.train.config import cli
@@ -33,7 +33,7 @@ Constants = Callable[[float], Mapping[str, float]]
 """Constants of the preset beside those of a setting, from the grown size over the base's."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Arm:
     """One way to set the numbers of every size.
 
@@ -56,7 +56,7 @@ class Arm:
     probed: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cell:
     """One model, one axis, one horizon.
 
@@ -121,12 +121,12 @@ class Cell:
         preset = PresetConfig(name=arm.preset, constants=constants)
         planned = study.plan(config, self.axis, (self.sizes[0], max(size, 2 * self.sizes[0])), preset, arm.label)
         grown = planned.configs[0 if size == self.sizes[0] else -1]
-        return dataclasses.replace(
+        return replace(
             grown,
             seed=seed,
             workdir=None,
-            data=dataclasses.replace(grown.data, seed=grown.data_seed),
-            optimizer=dataclasses.replace(grown.optimizer, peak_lr=rate),
+            data=replace(grown.data, seed=grown.data_seed),
+            optimizer=replace(grown.optimizer, peak_lr=rate),
         )
 
 
@@ -145,7 +145,7 @@ ANEW = Arm(
     constants=lambda m: {"readout_width": -0.5},
 )
 """What is lost by tuning at the base alone, apart from what the rules lose."""
-TWICE = dataclasses.replace(ANEW, label="mup, readout std m^-1/2, tuned at twice the base", searches=1)
+TWICE = replace(ANEW, label="mup, readout std m^-1/2, tuned at twice the base", searches=1)
 WIDTH_ARMS = (
     Arm(
         "mup, readout std and embedding rate m^-1/2",
@@ -174,7 +174,7 @@ VIT_SEARCHED = ("lr", "rates.readout", "rates.patch_embedding", "stds.readout")
 SHORT = (("lr", -1), ("rates.readout", 3), ("rates.token_embedding", 4), ("stds.readout", -1))
 """Where 100 steps of the language model end at the base, and the search of 800 begins."""
 VIT_SHORT = (("lr", 1), ("rates.patch_embedding", 4), ("rates.readout", 3), ("stds.readout", 1))
-IMAGE_ARM = dataclasses.replace(WIDTH_ARMS[0], label=WIDTH_ARMS[1].label)
+IMAGE_ARM = replace(WIDTH_ARMS[0], label=WIDTH_ARMS[1].label)
 """First arm of image cells. `embedding_width` changes token embeddings alone, so with images both arms are one; rows have both constants."""
 
 

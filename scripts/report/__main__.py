@@ -7,15 +7,16 @@ Typst sets it (`pip install typst`, or the extra `site`); `make report` installs
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from scripts import harness
 from scripts.report import facts
 
 TEMPLATE = Path(__file__).with_name("report.typ")
@@ -41,11 +42,17 @@ def compiled(out: Path) -> None:
         typst.compile(str(root / TEMPLATE.name), output=str(out), root=str(root))
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    out: Path = Path("build/report.pdf")
+    """The PDF."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the report; 2 where Typst is not installed."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.report", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/report.pdf"), help="the PDF (build/report.pdf)")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     if importlib.util.find_spec("typst") is None:
         print("error: Typst is not installed; write `make report`, or `pip install typst`", file=sys.stderr)
         return 2

@@ -9,10 +9,9 @@ those outcomes were known, and counts for no more.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from mupax.train.studies.forecast.fitted import NoLaw, fitted
 from mupax.train.studies.forecast.predict import predict
 from mupax.train.studies.plan import score
 from mupax.train.studies.transfer.fit import fit
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.pages.markdown import replaced
 
 DOCS = ROOT / "docs"
@@ -65,7 +64,7 @@ def hindsight(folder: Path) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"study": place.name, "preset": study.label, "parameters": largest.parameters}
             best = fit(largest.curve, largest.curve.first)
             try:
-                prediction = predict(fitted(dataclasses.replace(study, settings=tuple(smaller))), largest.config)
+                prediction = predict(fitted(replace(study, settings=tuple(smaller))), largest.config)
             except NoLaw as error:
                 rows.append({**row, "none": str(error).partition(": ")[2].partition(" (")[0]})
                 continue
@@ -179,12 +178,14 @@ def page(text: str, content: dict[str, Any]) -> str:
     return replaced(text, "board", f"\n{document(content)}\n")
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Score every forecast that has come and write both files; returns the exit code 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.studies.forecasts", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.parse_args(argv)
+    harness.parse(Options, argv)
     board = collected(DOCS / "forecasts")
     folders = dict.fromkeys(entry["from"] for entry in board)
     summaries = {name: summary([entry for entry in board if entry["from"] == name]) for name in folders}

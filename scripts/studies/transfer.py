@@ -8,15 +8,18 @@ on. `--render` judges and draws again what is there.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tyro.conf import Positional
+
 from mupax import command_line, spellings
+from mupax.command_line import Switch
 from mupax.train.config import cli
 from mupax.train.config.record import words_of
 from mupax.train.studies.sweep.rows import Rows
@@ -25,10 +28,11 @@ from mupax.train.studies.transfer import planned, report
 from mupax.train.studies.transfer.drift import BOUND, TOLERANCE
 from mupax.train.studies.transfer.fit import STEP
 from mupax.train.studies.transfer.study import Measured
-from scripts import ROOT
-from scripts.studies import searches_page, verdicts
+from scripts import ROOT, harness
+from scripts.studies import verdicts
 
 OUT = ROOT / "docs" / "transfer"
+SEARCHES = "## Best rates alone, for less\n"
 LM = (
     "lm-tiny --model.width 64 --model.num-heads 4 --model.depth 2 --model.seq-len 64 --data.batch-size 8 --steps 100 "
     "--optimizer.name adam --optimizer.warmup-steps 20 --optimizer.clip-norm None"
@@ -156,7 +160,9 @@ def markdown(records: Mapping[str, Mapping[str, Any]]) -> str:
         parts += [*(_compared(entry) for entry in record["comparison"]), *[""] * bool(record["comparison"])]
         parts += ["```sh", spellings.current(record["command"]), "```", ""]
         parts += [*(f"- `{study['preset']}` ended because {study['stopped']}." for study in record["studies"]), ""]
-    return "\n".join([*parts, verdicts.document(), searches_page.document()])
+    # The page's last section is about finished measurements, and is kept as it stands.
+    page = OUT.with_suffix(".md").read_text()
+    return "\n".join([*parts, verdicts.document(), page[page.index(SEARCHES) :]])
 
 
 def _row(study: Mapping[str, Any]) -> str:
@@ -224,20 +230,23 @@ def judge_again(folder: Path) -> None:
     report.write(folder, judged, control, about)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    names: Positional[tuple[str, ...]] = ()
+    minutes: float = 20.0
+    """Minutes of training, of each preset in a study."""
+    render: Switch = False
+    """Train nothing: judge the rows that are there, and write the page."""
+    list: Switch = False
+    """Print the commands and run none."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the studies that are asked for, all unless named, and write the page; 0 when all are done."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.studies.transfer", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(STUDIES)}; all unless given")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of training, of each preset in a study (20)")
-    parser.add_argument(
-        "--render", action="store_true", help="train nothing: judge the rows that are there, and write the page"
-    )
-    parser.add_argument("--list", action="store_true", help="print the commands and run none")
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.names if name not in STUDIES]:
-        parser.error(f"{unknown[0]} is not among {', '.join(STUDIES)}")
+    args = harness.parse(Options, argv)
+    harness.check_names(args.names, STUDIES, "study")
     for name in args.names or STUDIES:
         command = words(name, args.minutes)
         if args.list:

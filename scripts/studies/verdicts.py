@@ -10,25 +10,26 @@ stopped command goes on. `--render` prints the tables of docs/transfer.md from w
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
 from mupax import disk
+from mupax.command_line import Switch
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, PresetConfig
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.transfer import study as transfer
 from mupax.train.studies.transfer.drift import Analysis, analyse
 from mupax.train.studies.transfer.fit import STEP, Curve, projection
-from scripts import ROOT
+from scripts import ROOT, harness
 from scripts.pages.markdown import table
 
 OUT = ROOT / "docs" / "transfer" / "verdicts.json"
@@ -45,7 +46,7 @@ FIRST_SIZE = 16
 """Head dimension that stands for the smallest size; the others double."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Cell:
     """The noise of one committed study, per size.
 
@@ -359,16 +360,23 @@ average, and the variance of a drift between seeds {ratio} times what independen
 """
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    studies: int = 400
+    """Number of simulated studies for each drift and cell."""
+    processes: int = 1
+    """Cells at the same time."""
+    cells: int | None = None
+    """Number of cells, spread evenly over their noise; all by default."""
+    render: Switch = False
+    """Simulate nothing: print what is there."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate every cell that is not there, and write the record; 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.studies.verdicts", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--studies", type=int, default=400, help="for each drift and cell (400)")
-    parser.add_argument("--processes", type=int, default=1, help="cells at the same time (1)")
-    parser.add_argument("--cells", type=int, help="how many, spread evenly over their noise (all)")
-    parser.add_argument("--render", action="store_true", help="simulate nothing: print what is there")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     if not args.render:
         for count, record in enumerate(_records(args.studies, args.processes, args.cells)):
             disk.write_whole(OUT, json.dumps(record, indent=1) + "\n")

@@ -10,16 +10,19 @@ taken, so that it is a small folder too.
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import importlib
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tyro.conf import Positional
+
+from scripts import harness
 
 TEST_SHARE = 0.2
 """Share of every class that a split tests on."""
@@ -181,13 +184,21 @@ def _link(split: Path, seed: int, classes: Mapping[str, Sequence[Path]]) -> None
             (place / files[index].name).hardlink_to(files[index])
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    folder: Positional[Path]
+    splits: int = 5
+    """Random splits of each."""
+    only: tuple[str, ...] = tuple(SETS)
+    """Data sets."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the data sets that are not there yet, and print how many images each class has."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--splits", type=int, default=5, help="random splits of each (5)")
-    parser.add_argument("--only", nargs="+", choices=SETS, default=list(SETS), help="data sets (all)")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names(args.only, SETS)
     for name in args.only:
         counts = write(name, args.folder, args.splits)
         total = sum(counts.values())

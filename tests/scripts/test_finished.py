@@ -209,12 +209,56 @@ def test_the_page_of_vision_has_the_best_rate_of_every_arm() -> None:
         assert f"| {task} | {arm} | {rate_text} | {cells} |" in page
 
 
+# Growth, experts, fine-tuning
+
+
+def test_the_page_of_growth_has_the_losses_of_its_runs() -> None:
+    growing = record("growing.json")
+    last_step = str(growing["steps"])
+    for name in growing["flops_per_token"]:
+        losses = [run[name][last_step] for run in growing["runs"]]
+        cells = " | ".join(f"{loss:.4f}" for loss in [*losses, np.mean(losses)])
+        assert f" | {cells} | " in (DOCS / "growing.md").read_text()
+
+
+def test_the_page_of_experts_has_the_best_rate_of_both_models() -> None:
+    lines = (DOCS / "moe" / "points.jsonl").read_text().splitlines()
+    losses: dict[tuple[str, float], list[float]] = {}
+    for row in map(json.loads, lines):
+        words = row["command"].split()
+        arm = "8 experts" if "--model.experts" in words else "dense"
+        rate = float(words[words.index("--optimizer.peak-lr") + 1])
+        losses.setdefault((arm, rate), []).append(row["eval_loss"])
+    for arm in ("dense", "8 experts"):
+        best = min((key for key in losses if key[0] == arm), key=lambda key: np.mean(losses[key]))
+        cells = f"2^{np.log2(best[1]):.0f} | {', '.join(f'{loss:.4f}' for loss in losses[best])} |"
+        assert cells in table_row("moe.md", arm)
+
+
+def test_the_page_of_fine_tuning_has_the_means_of_its_rows() -> None:
+    names = {"full": "everything", "adapters": "adapters of rank 4"}
+    for (preset, width, arm), rows in by_arm(record("finetuning.json")["rows"], "preset", "width", "arm").items():
+        of_rate = by_arm([row for row in rows if row["octaves"] is not None], "octaves")
+        means = [average(of_rate[octaves], "loss") for octaves in sorted(of_rate)]
+        cells = [f"**{mean:.3f}**" if mean == min(means) else f"{mean:.3f}" for mean in means]
+        label = "both" if width == 64 else f"`{preset}`"
+        (line,) = [
+            line
+            for line in (DOCS / "finetuning.md").read_text().splitlines()
+            if line.startswith(f"| {width} | {label} | {names[arm]} |")
+        ]
+        assert f" | {' | '.join(cells)} |" in line
+
+
 # Searches, and what saving costs
 
 
 def test_both_searches_find_what_the_grids_find_for_less() -> None:
-    """tests/scripts/studies/test_transfer.py has that the page shows this record."""
     searches = record("search_cost.json")
+    frugal = searches["frugal"]
+    apart = max(abs(row["frugal"] - row["grid"]) for row in frugal["rates"])
+    cells = f"{frugal['ratio']:.2f} | at most {apart:.2f} octaves"
+    assert f"| `transfer --search frugal`, three widths | {cells}" in (DOCS / "transfer.md").read_text()
     assert all(abs(row["frugal"] - row["grid"]) <= 0.25 for row in searches["frugal"]["rates"])
     assert searches["frugal"]["ratio"] <= 0.4
     tuned = searches["tune"]

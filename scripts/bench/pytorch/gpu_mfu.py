@@ -13,7 +13,6 @@ Needs JAX and PyTorch with CUDA; no data. On another device `--tiny` shows that 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,8 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from mupax.command_line import Switch
+from scripts import harness
 
 BATCHES = {
     "gpt2": [32, 64, 16],
@@ -47,6 +50,8 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
 SWEEP = "sweep"
 """Name of the point that is a sweep against runs of their own, beside the models'."""
 
+MODELS = (*list(BATCHES)[:3], SWEEP, *list(BATCHES)[3:])
+"""Points in the order in which they are measured."""
 LEAST_SECONDS = 20.0
 """A point is not started with less time left: starting and compiling take as much."""
 
@@ -71,7 +76,7 @@ class Point(NamedTuple):
             ]
         )
 
-    def command(self, args: argparse.Namespace, folder: Path) -> list[str]:
+    def command(self, args: Options, folder: Path) -> list[str]:
         """What measures it, by the arguments of `main` and with a folder of temporary files."""
         tiny = ["--tiny"] if args.tiny else []
         if self.model == SWEEP:
@@ -156,7 +161,7 @@ def measure(
     return results, left_out
 
 
-def answer(point: Point, args: argparse.Namespace, timeout_s: float) -> dict[str, Any]:
+def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
     """What a point's process says, or `failed` and why."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
     with tempfile.TemporaryDirectory() as folder:
@@ -205,25 +210,41 @@ def summary(points: list[dict[str, Any]], left_out: Sequence[str] = ()) -> dict[
     return {"benchmark": "gpu_mfu", "best": rows, "points": points, "left_out": [*left_out]}
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    models: tuple[str, ...] = MODELS
+    batches: tuple[int, ...] = ()
+    """Instead of the batches of each model."""
+    sides: tuple[str, ...] = tuple(VARIANTS)
+    minutes: float = 10
+    """Minutes for all points together."""
+    timeout: float = 240
+    """Seconds that one point may take."""
+    steps: int = 20
+    """Timed steps of a point, three times over."""
+    profile: Path | None = None
+    """Also trace a few steps of every point, into a folder each."""
+    tiny: Switch = False
+    """Small models, to see that it runs."""
+    json: Path | None = None
+    """Also write the result here, after every point."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code: 0, or 1 where nothing ran."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = [*list(BATCHES)[:3], SWEEP, *list(BATCHES)[3:]]
-    parser.add_argument("--models", nargs="+", choices=names, default=names)
-    parser.add_argument("--batches", type=int, nargs="+", help="instead of the batches of each model")
-    parser.add_argument("--sides", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
-    parser.add_argument("--minutes", type=float, default=10, help="for everything (default 10)")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds that one point may take (default 240)")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps of a point, three times over (default 20)")
-    parser.add_argument(
-        "--profile", type=Path, nargs="?", const=Path("gpu-profile"), metavar="FOLDER",
-        help="also trace a few steps of every point, into a folder each (gpu-profile/...)",
-    )  # fmt: skip
-    parser.add_argument("--tiny", action="store_true", help="small models, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here, after every point")
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--profile" in words and words[words.index("--profile") + 1 :][:1] in (
+        [],
+        *([w] for w in words if w[:2] == "--"),
+    ):
+        words.insert(words.index("--profile") + 1, "gpu-profile")  # a folder may be left out
+    args = harness.parse(Options, words)
+    harness.check_names(args.models, MODELS)
+    harness.check_names(args.sides, VARIANTS)
     if args.steps < 1 or args.minutes <= 0:
-        parser.error(
+        harness.refuse(
             f"--steps {args.steps} --minutes {args.minutes:g}: write at least 1 step, and more than no minutes"
         )
     points: list[dict[str, Any]] = []

@@ -7,15 +7,19 @@ python -m scripts.bench.pytorch.gpu_point mupax gpt2 32 --variant '{"remat": "do
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from tyro.conf import Positional
+
+from mupax.command_line import Switch
+from scripts import harness
 
 TRACED_STEPS = 3
 """Steps of a trace, after the timed ones."""
@@ -27,12 +31,12 @@ def config_of(name: str, batch_size: int, variant: dict[str, Any], *, tiny: bool
     from mupax.zoo.configs import ComputeConfig
     from scripts.bench.pytorch.step import config_of as run_of
 
-    model = dataclasses.replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", **variant))
+    model = replace(configs.get(name), compute=ComputeConfig(dtype="bfloat16", **variant))
     if tiny:
         small = {"width": 32, "depth": 2, "num_heads": 2, "head_dim": None, "num_kv_heads": None}
         text = {"vocab_size": 64, "seq_len": 16}
         image = {"image_size": 32, "num_classes": 10}
-        model = dataclasses.replace(model, **small, **(text if model.task == "tokens" else image))  # pyright: ignore
+        model = replace(model, **small, **(text if model.task == "tokens" else image))  # pyright: ignore
     return run_of(model, batch_size)
 
 
@@ -176,18 +180,29 @@ def point(
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    side: Positional[Literal["mupax", "torch"]]
+    model: Positional[str]
+    batch_size: Positional[int]
+    variant: str = "{}"
+    """Fields of the model's compute section, as JSON."""
+    steps: int = 20
+    """Timed steps, three times over."""
+    profile: Path | None = None
+    """Write a trace here."""
+    tiny: Switch = False
+    """A small model, to see that it runs."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print one line of JSON; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("side", choices=["mupax", "torch"])
-    parser.add_argument("model")
-    parser.add_argument("batch_size", type=int)
-    parser.add_argument("--variant", type=json.loads, default={}, help="fields of the model's compute section, as JSON")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps, three times over (default 20)")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write a trace here")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
-    args = vars(parser.parse_args(argv))
-    print(json.dumps(point(args.pop("side"), args.pop("model"), args.pop("batch_size"), args.pop("variant"), **args)))
+    args = harness.parse(Options, argv)
+    variant = json.loads(args.variant)
+    options = {"steps": args.steps, "profile": args.profile, "tiny": args.tiny}
+    print(json.dumps(point(args.side, args.model, args.batch_size, variant, **options)))
     return 0
 
 

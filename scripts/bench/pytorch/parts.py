@@ -10,12 +10,11 @@ has it. Parts compiled alone cannot be fused with their neighbours, so their sum
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,13 +31,14 @@ from mupax.train.core.step import StepInputs
 from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.kernels import attend
 from mupax.zoo.transformer import transformer
-from scripts.bench.in_turns import add_arguments, compared, in_turns, keep_freed_memory, machine, one_core, write
+from scripts import harness
+from scripts.bench import in_turns
 from scripts.bench.pytorch.step import MODELS, batches_of
 
 Step = Callable[[], Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Part:
     """One part of a step, in both frameworks, and how often a step has it."""
 
@@ -201,17 +201,15 @@ def torch_model(program: Program) -> Any:
 def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     """Milliseconds a step of every part, and what of the difference it makes."""
     config = MODELS[name](ComputeConfig(), tiny=tiny)
-    one_block = assemble(
-        dataclasses.replace(config, model=dataclasses.replace(config.model, depth=1)), jax.devices()[:1]
-    )  # pyright: ignore
+    one_block = assemble(replace(config, model=replace(config.model, depth=1)), jax.devices()[:1])  # pyright: ignore
     whole = assemble(config, jax.devices()[:1])
     rows = []
     for part in [*block_parts(one_block, whole.definition.sizes["layers"]), ends(one_block), update(whole)]:
-        seconds = in_turns({"mupax": part.ours, "torch_compile": part.theirs}, rounds)
+        seconds = in_turns.in_turns({"mupax": part.ours, "torch_compile": part.theirs}, rounds)
         ms = {who: round(1e3 * statistics.median(times) * part.times, 3) for who, times in seconds.items()}
         rows.append(
             {
-                **compared(seconds, "mupax"),
+                **in_turns.compared(seconds, "mupax"),
                 "model": f"{name}: {part.name}",
                 "times": part.times,
                 "inner": part.inner,
@@ -224,14 +222,17 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     return {"rows": rows}
 
 
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    model: str = "all"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    add_arguments(parser, 10)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
+    harness.check_names([args.model], [*MODELS, "all"])
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -239,10 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for name in names for row in measure(name, args.rounds, tiny=args.tiny)["rows"]]
     for row in rows:
         print(f"{row['model']}: {row['ms']['mupax']:.2f} ms of a step, torch.compile {row['ms']['torch_compile']:.2f}")
-    write({"benchmark": "torch_parts", **machine(), "torch": torch.__version__, "results": rows}, args.json)
+    in_turns.report("torch_parts", rows, args.json, torch=torch.__version__)
     return 0
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
+    in_turns.keep_freed_memory()
     sys.exit(main())

@@ -10,12 +10,11 @@ several steps. Needs PyTorch (`pip install -e ".[torch]"`, Python 3.11) and a C+
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -24,7 +23,8 @@ from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConf
 from mupax.train.core.program import Program, assemble
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig
-from scripts.bench.in_turns import add_arguments, compared, in_turns, keep_freed_memory, machine, one_core, write
+from scripts import harness
+from scripts.bench import in_turns
 
 LOSS_TOLERANCE = 1e-4
 """Relative difference of losses over the first steps, float32 and other orders of summation."""
@@ -46,14 +46,14 @@ def lm(compute: ComputeConfig, *, tiny: bool = False) -> Config:
     width, length = (32, 16) if tiny else (256, 256)
     depth = 2 if tiny else 4
     return config_of(
-        dataclasses.replace(model, width=width, depth=depth, num_heads=width // 32, seq_len=length, compute=compute), 8
+        replace(model, width=width, depth=depth, num_heads=width // 32, seq_len=length, compute=compute), 8
     )
 
 
 def vit(compute: ComputeConfig, *, tiny: bool = False) -> Config:
     """ViT-S/16 on 16 images of 64x64."""
     changes: dict[str, Any] = {"depth": 2, "width": 48, "num_heads": 3, "num_classes": 10} if tiny else {}
-    model = dataclasses.replace(configs.get("vit-s16"), image_size=64, compute=compute, **changes)  # pyright: ignore
+    model = replace(configs.get("vit-s16"), image_size=64, compute=compute, **changes)  # pyright: ignore
     return config_of(model, 16)
 
 
@@ -154,18 +154,23 @@ def measure(name: str, compute: ComputeConfig, rounds: int, *, tiny: bool = Fals
         "width": axis_sizes["embed"], "depth": axis_sizes["layers"], "seq_len": axis_sizes["position"],
         "batch_size": program.config.data.batch_size, "layers": compute.layers, "params": program.definition.count(),
     }  # fmt: skip
-    return {"model": name, **sizes, "losses": losses, **compared(in_turns(steps, rounds), "mupax")}
+    return {"model": name, **sizes, "losses": losses, **in_turns.compared(in_turns.in_turns(steps, rounds), "mupax")}
+
+
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    model: str = "all"
+    layers: Literal["auto", "scan", "unrolled"] = "auto"
+    """Way in which the stack runs."""
+    rounds: int = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--layers", choices=["auto", "scan", "unrolled"], default="auto", help="how the stack runs")
-    add_arguments(parser, 20)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
+    harness.check_names([args.model], [*MODELS, "all"])
     import torch
 
     names = list(MODELS) if args.model == "all" else [args.model]
@@ -174,10 +179,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for result in results:
         ratios = ", ".join(f"{result['ratio'][other]:.3f} of {other}" for other in result["ratio"])
         print(f"{result['model']}: {result['ms']['mupax']:.1f} ms a step, {ratios}")
-    write({"benchmark": "torch_step", **machine(), "torch": torch.__version__, "results": results}, args.json)
+    in_turns.report("torch_step", results, args.json, torch=torch.__version__)
     return 0
 
 
 if __name__ == "__main__":
-    keep_freed_memory()
+    in_turns.keep_freed_memory()
     sys.exit(main())

@@ -10,13 +10,17 @@ waiting counts as CPU time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from tyro.conf import Positional
+
+from scripts import harness
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -266,19 +270,30 @@ def _turned(x: Any, strength: float, rng: np.random.Generator) -> Any:
     return torch.nn.functional.grid_sample(x, grid, padding_mode="border", align_corners=False)
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    rival: Positional[Literal["logistic", "cnn"]]
+    folder: Positional[Path]
+    seconds: float
+    """CPU seconds of the process."""
+    seed: int = 0
+    side: int | None = None
+    """Pixels that images are scaled to."""
+    width: int = 32
+    """Network's channels of the first stage."""
+    rate: float = 0.003
+    """Network's peak learning rate."""
+    shift: float = 0.125
+    """Network's largest shift."""
+    turn: float = 0.0
+    """Network's strength of turning and scaling."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train one rival and print its row."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("rival", choices=("logistic", "cnn"))
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, required=True, help="CPU seconds of the process")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--side", type=int, help="pixels that images are scaled to (their own)")
-    parser.add_argument("--width", type=int, default=32, help="cnn: channels of the first stage (32)")
-    parser.add_argument("--rate", type=float, default=3e-3, help="cnn: peak learning rate (0.003)")
-    parser.add_argument("--shift", type=float, default=0.125, help="cnn: largest shift (an eighth)")
-    parser.add_argument("--turn", type=float, default=0.0, help="cnn: strength of turning and scaling (0)")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
     images = load(args.folder, args.side)
     if args.rival == "logistic":
         row = logistic(images, args.seconds)

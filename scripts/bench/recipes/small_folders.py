@@ -12,7 +12,6 @@ writes the table into docs/own_images.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -20,13 +19,16 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from tyro.conf import Positional
 
 from mupax import disk
-from scripts import ROOT
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.figures.result import mean
 from scripts.vision.small_folders import SETS
 
@@ -201,19 +203,30 @@ def render() -> None:
     PAGE.write_text(f"{start}{BEGIN}\n{table(content['cells'])}\n{END}{after}")
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    folder: Positional[Path | None] = None
+    torch_python: str = sys.executable
+    """Interpreter with PyTorch."""
+    budgets: tuple[int, ...] = (30, 120)
+    """Seconds on two cores."""
+    seeds: int = 5
+    """Splits and seeds."""
+    sets: tuple[str, ...] = tuple(SETS)
+    """Data sets."""
+    render: Switch = False
+    """Write the page's table from the record; train nothing."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what is missing, and write the record and its table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER")
-    parser.add_argument("--torch-python", default=sys.executable, help="interpreter with PyTorch (this one)")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[30, 120], help="seconds on two cores (30 120)")
-    parser.add_argument("--seeds", type=int, default=5, help="splits and seeds (5)")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), help="data sets (all)")
-    parser.add_argument("--render", action="store_true", help="write the page's table from the record; train nothing")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names(args.sets, SETS)
     if not args.render:
         if args.folder is None:
-            parser.error("write FOLDER, which `python -m scripts.vision.small_folders FOLDER` makes")
+            harness.refuse("write FOLDER, which `python -m scripts.vision.small_folders FOLDER` makes")
         folder = args.folder.absolute()
         rows = Rows(folder / "rows.json")
         cells = record(rows, folder, args.torch_python, args.sets, args.budgets, args.seeds)

@@ -8,7 +8,6 @@ its first step is done. Data is prepared before, by the first command of all, wh
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shlex
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,20 @@ WORDS = ("lm-tiny --dry-run", "lm-tiny --help", "--help", "lm-tiny --stepz 3")
 """Whole commands; the last one has a wrong flag."""
 
 
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    rounds: int = 3
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    in_turns.add_arguments(parser, rounds=3)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        in_turns.one_core()
+    args = in_turns.parse(Options, argv)
     commands = {} if args.tiny else {f"{name}, to its first step": (True, f"{name} --steps 1") for name in RUNS}
     commands |= {f"train {words}": (False, words) for words in WORDS[2 if args.tiny else 0 :]}
     results = [measured(label, *command, args.rounds) for label, command in commands.items()]
-    in_turns.write({"benchmark": "start", **in_turns.machine(), "results": results}, args.json)
+    in_turns.report("start", results, args.json)
     return 0
 
 

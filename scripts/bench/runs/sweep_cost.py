@@ -8,7 +8,6 @@ the points, spread over the sweep's time, and their median stands for all: point
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -17,8 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scripts.bench import in_turns
 
@@ -28,28 +28,31 @@ TINY = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    rates: int = 9
+    """Learning rates."""
+    seeds: int = 2
+    """Seeds of each."""
+    steps: int = 200
+    """Steps of each point."""
+    alone: int = 4
+    """Runs of their own that are really started."""
+    how: Literal["auto", "together", "in-turn"] = "auto"
+    """As for the sweep."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run it; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", type=int, default=9, help="learning rates (9)")
-    parser.add_argument("--seeds", type=int, default=2, help="seeds of each (2)")
-    parser.add_argument("--steps", type=int, default=200, help="steps of each point (200)")
-    parser.add_argument("--alone", type=int, default=4, help="runs of their own that are really started (4)")
-    parser.add_argument(
-        "--how", default="auto", choices=["auto", "together", "in-turn"], help="as for the sweep (auto)"
-    )
-    parser.add_argument("--one-core", action="store_true", help="keep every process on one core")
-    parser.add_argument("--tiny", action="store_true", help="a small model, to see that it runs")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    args = parser.parse_args(argv)
-    if args.one_core:
-        in_turns.one_core()
+    args = in_turns.parse(Options, argv)
     results = measure(args)
-    in_turns.write({"benchmark": "sweep_cost", **in_turns.machine(), "results": results}, args.json)
+    in_turns.report("sweep_cost", results, args.json)
     return 0
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(args: Options) -> list[dict[str, Any]]:
     """Times of the whole commands and of a step, and their ratios."""
     flags = [*(shlex.split(TINY) if args.tiny else []), "--steps", str(args.steps)]
     points = args.rates * args.seeds

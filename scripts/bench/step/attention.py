@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,19 @@ import numpy as np
 
 from mupax.zoo.layers import flash
 from mupax.zoo.layers import kernels as attend
-from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench import in_turns
 
 
 def implementations(q: jax.Array, k: jax.Array, causal: bool) -> dict[str, Callable[..., jax.Array]]:
     """Those that can do this here, the one that auto takes first."""
     everywhere = {
-        "auto": functools.partial(attend.attend, causal=causal),
-        "merged": functools.partial(attend.merged_attention, causal=causal),
+        "auto": partial(attend.attend, causal=causal),
+        "merged": partial(attend.merged_attention, causal=causal),
         "xla": lambda q, k, v: jax.nn.dot_product_attention(q, k, v, scale=1.0, is_causal=causal, implementation="xla"),
     }
     kernels = {"splash": flash.splash_attention, "cudnn": flash.cudnn_attention}
     here = {name: f for name, f in kernels.items() if attend.why_not(name, q, k, causal) is None}  # pyright: ignore
-    return {**everywhere, **{name: functools.partial(f, causal=causal) for name, f in here.items()}}
+    return {**everywhere, **{name: partial(f, causal=causal) for name, f in here.items()}}
 
 
 def measure(sizes: Sequence[int], dtype: str, causal: bool, rounds: int) -> dict[str, Any]:
@@ -49,25 +49,30 @@ def measure(sizes: Sequence[int], dtype: str, causal: bool, rounds: int) -> dict
         np.testing.assert_allclose(output, outputs["xla"], atol=1e-4 if dtype == "float32" else 3e-2, err_msg=name)
     batch, length, heads, size = sizes
     shape = {"batch": batch, "length": length, "heads": heads, "head_dim": size, "dtype": dtype, "causal": causal}
-    return {**shape, **compared(in_turns(steps, rounds), "auto")}
+    return {**shape, **in_turns.compared(in_turns.in_turns(steps, rounds), "auto")}
+
+
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    batch: int = 8
+    length: int = 256
+    heads: int = 8
+    head_dim: int = 32
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    rounds: int = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in (("batch", 8), ("length", 256), ("heads", 8), ("head-dim", 32)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add_arguments(parser, 20)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
     sizes = (2, 16, 2, 8) if args.tiny else (args.batch, args.length, args.heads, args.head_dim)
     results = [measure(sizes, args.dtype, causal, args.rounds) for causal in (True, False)]
     for result in results:
         mask = "causal" if result["causal"] else "whole"
         print(f"{mask}: auto takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}")
-    write({"benchmark": "attention", **machine(), "results": results}, args.json)
+    in_turns.report("attention", results, args.json)
     return 0
 
 

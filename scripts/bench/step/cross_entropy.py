@@ -5,10 +5,10 @@ python -m scripts.bench.step.cross_entropy [--tokens 4096] [--width 256] [--voca
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 
 from mupax.train.core.loss import cross_entropy
 from mupax.zoo.layers.linear import ReadoutInputs
-from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench import in_turns
 
 
 def measure(tokens: int, width: int, vocab: int, dtype: str, rounds: int) -> dict[str, Any]:
@@ -40,29 +40,31 @@ def measure(tokens: int, width: int, vocab: int, dtype: str, rounds: int) -> dic
         tolerance = 1e-5 if dtype == "float32" else 2e-2
         np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance * np.abs(other).max())
     shape = {"tokens": tokens, "width": width, "vocab": vocab, "dtype": dtype}
-    return {**shape, "temporary_bytes": bytes_of, **compared(in_turns(steps, rounds, 2), "chunked")}
+    return {**shape, "temporary_bytes": bytes_of, **in_turns.compared(in_turns.in_turns(steps, rounds, 2), "chunked")}
+
+
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    tokens: int = 4096
+    width: int = 256
+    vocab: tuple[int, ...] = (256, 4096, 32768)
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocab", type=int, nargs="+", default=[256, 4096, 32768])
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    add_arguments(parser, 10)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
     if args.tiny:
-        args.tokens, args.width, args.vocab = 2048, 16, [4096]
+        args = replace(args, tokens=2048, width=16, vocab=(4096,))
     results = [measure(args.tokens, args.width, vocab, args.dtype, args.rounds) for vocab in args.vocab]
     for result in results:
         less = result["temporary_bytes"]["chunked"] / result["temporary_bytes"]["plain"]
         print(
             f"vocabulary {result['vocab']}: chunked takes {result['ratio']['plain']:.3f} of the time and {less:.3f} of the memory"
         )
-    write({"benchmark": "cross_entropy", **machine(), "results": results}, args.json)
+    in_turns.report("cross_entropy", results, args.json)
     return 0
 
 

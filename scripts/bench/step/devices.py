@@ -8,12 +8,13 @@ the cost of splitting, not a speed-up.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
+
+from scripts.bench import in_turns
 
 DEVICES = 8
 FLAG = "--xla_force_host_platform_device_count"
@@ -33,37 +34,35 @@ def measure(rounds: int, *, tiny: bool = False) -> dict[str, Any]:
     from mupax.train.config.run import MeshConfig
     from mupax.train.core.program import assemble
     from mupax.zoo.configs import ComputeConfig
-    from scripts.bench.in_turns import compared, in_turns
     from scripts.bench.pytorch.step import batches_of, jax_step, lm
 
     config = lm(ComputeConfig(), tiny=tiny)
     if tiny:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_heads=2))
+        config = replace(config, model=replace(config.model, num_heads=2))
     steps = {"one": jax_step(one := assemble(config, jax.devices()[:1]), batches := batches_of(one, 2))}
     for name, sizes in MESHES.items():
-        program = assemble(dataclasses.replace(config, mesh=MeshConfig(**sizes)), jax.devices()[:DEVICES])
+        program = assemble(replace(config, mesh=MeshConfig(**sizes)), jax.devices()[:DEVICES])
         steps[name] = jax_step(program, batches)
     losses = {name: [step() for _ in range(3)] for name, step in steps.items()}
     for name, curve in losses.items():
         np.testing.assert_allclose(curve, losses["one"], rtol=1e-4, err_msg=name)
-    return {"losses": losses["one"], **compared(in_turns(steps, rounds), "one")}
+    return {"losses": losses["one"], **in_turns.compared(in_turns.in_turns(steps, rounds), "one")}
+
+
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    from scripts.bench.in_turns import add_arguments, machine, one_core, write
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser, 10)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAG not in flags:  # read once, when JAX starts
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}={DEVICES}".strip()
     result = measure(args.rounds, tiny=args.tiny)
     print(f"one device takes {', '.join(f'{r:.3f} of {name}' for name, r in result['ratio'].items())}")
-    write({"benchmark": "devices", **machine(), "results": [result]}, args.json)
+    in_turns.report("devices", [result], args.json)
     return 0
 
 

@@ -5,17 +5,18 @@ python -m scripts.bench.step.layers [--model lm|vit] [--rounds 20] [--json FILE.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from mupax.train.core.program import assemble
 from mupax.zoo.configs import ComputeConfig
-from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts import harness
+from scripts.bench import in_turns
 from scripts.bench.pytorch.step import MODELS, batches_of, jax_step
 
 WAYS = {
@@ -33,22 +34,26 @@ def measure(name: str, rounds: int, *, tiny: bool = False) -> dict[str, Any]:
         began = time.perf_counter()
         steps[way] = jax_step(program, batches_of(program, 2))
         compile_s[way] = round(time.perf_counter() - began, 2)
-    return {"model": name, "compile_s": compile_s, **compared(in_turns(steps, rounds), "unrolled")}
+    return {"model": name, "compile_s": compile_s, **in_turns.compared(in_turns.in_turns(steps, rounds), "unrolled")}
+
+
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    model: str = "all"
+    rounds: int = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    add_arguments(parser, 20)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
+    harness.check_names([args.model], [*MODELS, "all"])
     names = list(MODELS) if args.model == "all" else [args.model]
     results = [measure(name, args.rounds, tiny=args.tiny) for name in names]
     for result in results:
         print(f"{result['model']}: unrolled takes {result['ratio']['scan']:.3f} of the scan's time")
-    write({"benchmark": "layers", **machine(), "results": results}, args.json)
+    in_turns.report("layers", results, args.json)
     return 0
 
 

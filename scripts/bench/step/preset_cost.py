@@ -9,11 +9,10 @@ taken in turns. Goal: 1.00 within 0.03. On a TPU topology the count alone, again
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -33,7 +32,7 @@ from mupax.train.parallel.sharding import abstract_batch
 from mupax.train.pods import topology
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
-from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench import in_turns
 
 
 def config_of(
@@ -49,9 +48,7 @@ def config_of(
     model = configs.get("lm-tiny")
     assert isinstance(model, DecoderConfig)
     compute = ComputeConfig(layers="unrolled", dtype=dtype)
-    model = dataclasses.replace(
-        model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute
-    )
+    model = replace(model, width=width, depth=depth, num_heads=width // head_dim, seq_len=256, compute=compute)
     return Config(
         recipe="preset-cost", model=model, data=DataConfig(name="python_corpus", batch_size=batch_size), mesh=MeshConfig(data=1),
         preset=PresetConfig(name=preset, base="lm-proxy"), steps=100,
@@ -183,23 +180,33 @@ def timed(program: Program, rounds: int) -> dict[str, Any]:
         jax.block_until_ready((params, metrics))
 
     steps = {"preset": ours_once, "plain": plain_once, "plain_again": plain_once}
-    seconds = in_turns(steps, rounds)
-    itself = compared({name: seconds[name] for name in ("plain", "plain_again")}, "plain_again")["ratio"]["plain"]
-    return {**compared({name: seconds[name] for name in ("preset", "plain")}, "preset"), "plain_against_itself": itself}
+    seconds = in_turns.in_turns(steps, rounds)
+    itself = in_turns.compared({name: seconds[name] for name in ("plain", "plain_again")}, "plain_again")["ratio"][
+        "plain"
+    ]
+    return {
+        **in_turns.compared({name: seconds[name] for name in ("preset", "plain")}, "preset"),
+        "plain_against_itself": itself,
+    }
+
+
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+    width: int = 256
+    depth: int = 4
+    batch_size: int = 8
+    """Sequences of 256 tokens."""
+    preset: str = "depth-mup"
+    topology: str | None = None
+    """Count for one chip of this TPU topology, such as v5e:2x2, and time nothing."""
+    rounds: int = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences of 256 tokens")
-    parser.add_argument("--preset", default="depth-mup")
-    parser.add_argument("--topology", help="count for one chip of this TPU topology, such as v5e:2x2, and time nothing")
-    add_arguments(parser, 20)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
     sizes = (32, 1, 2) if args.tiny else (args.width, args.depth, args.batch_size)
     if args.topology:
         program = on_chip(args.topology, *sizes, args.preset)
@@ -213,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         line += f", time {row['ratio']['plain']:.3f} (the same step against itself {row['plain_against_itself']:.3f})"
     print(line)
     where = {"device": args.topology} if args.topology else {}
-    write({"benchmark": "preset_cost", **machine(), **where, "results": [row]}, args.json)
+    in_turns.report("preset_cost", [row], args.json, **where)
     return 0
 
 

@@ -7,11 +7,10 @@ The losses of a small decoder after some steps, by halves, by the product, and b
 
 from __future__ import annotations
 
-import argparse
 import copy
-import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from mupax.train.core.program import assemble
 from mupax.zoo import configs
 from mupax.zoo.layers import linear
 from mupax.zoo.partition import Layout
-from scripts.bench.in_turns import add_arguments, compared, in_turns, machine, one_core, write
+from scripts.bench import in_turns
 from scripts.bench.pytorch.step import config_of
 from scripts.bench.step.xla_flags import random_batch
 
@@ -53,7 +52,7 @@ def timed(batch: int, length: int, heads: int, size: int, rounds: int) -> dict[s
     for name, way in WAYS.items():
         compiled = jax.jit(jax.grad(lambda x, way=way: jnp.sum(way(x, 1e4) ** 2))).lower(x).compile()
         steps[name] = lambda compiled=compiled: jax.block_until_ready(compiled(x))
-    return {"shape": [*x.shape], **compared(in_turns(steps, rounds), "halves")}
+    return {"shape": [*x.shape], **in_turns.compared(in_turns.in_turns(steps, rounds), "halves")}
 
 
 def losses(config: Config, way: Rotary, steps: int) -> list[float]:
@@ -65,7 +64,7 @@ def losses(config: Config, way: Rotary, steps: int) -> list[float]:
         steps: so many.
     """
     with mock.patch("mupax.zoo.layers.block.rotary", way):
-        program = assemble(dataclasses.replace(config, mesh=MeshConfig(data=1)), jax.devices()[:1])
+        program = assemble(replace(config, mesh=MeshConfig(data=1)), jax.devices()[:1])
         step = program.compile_train()
     state, numbers, batch, curve = program.initial_state(), program.step_inputs(), random_batch(program), []
     for _ in range(steps):
@@ -77,8 +76,8 @@ def losses(config: Config, way: Rotary, steps: int) -> list[float]:
 def difference(steps: int) -> dict[str, Any]:
     """Largest difference of any step's loss from that by halves, relative, of the product and of another order of sums."""
     tiny = configs.get("lm-tiny")
-    model = dataclasses.replace(tiny, width=64, depth=2, num_heads=2, seq_len=64)
-    other = dataclasses.replace(model, compute=dataclasses.replace(model.compute, projections="fused"))
+    model = replace(tiny, width=64, depth=2, num_heads=2, seq_len=64)
+    other = replace(model, compute=replace(model.compute, projections="fused"))
     plain = losses(config_of(model, 8), linear.rotary, steps)
     curves = {
         "product": losses(config_of(model, 8), by_product, steps),
@@ -93,16 +92,21 @@ def difference(steps: int) -> dict[str, Any]:
     } | {"largest_difference": largest}
 
 
+@dataclass(frozen=True)
+class Options(in_turns.Timing):
+    """Flags of the command."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit code 0."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add_arguments(parser, 10)
-    args = parser.parse_args(argv)
-    if args.one_core:
-        one_core()
+    args = in_turns.parse(Options, argv)
     shape = (1, 16, 2, 8) if args.tiny else (4, 1024, 8, 64)
-    result = {**machine(), "results": [timed(*shape, args.rounds)], "losses": difference(2 if args.tiny else 50)}
-    write(result, args.json)
+    result = {
+        **in_turns.machine(),
+        "results": [timed(*shape, args.rounds)],
+        "losses": difference(2 if args.tiny else 50),
+    }
+    in_turns.write(result, args.json)
     return 0
 
 

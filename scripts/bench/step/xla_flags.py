@@ -7,22 +7,24 @@ runs the recipe's step on the devices at hand, on random data. `--flag` tries fl
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from tyro.conf import Positional
 
+from mupax.command_line import Switch
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.hardware import FLAGS, Flag, Value
 from mupax.train.parallel.sharding import abstract_batch
+from scripts import harness
 from scripts.bench.in_turns import compared, in_turns, one_core
 
 LOSSES = 3
@@ -132,8 +134,8 @@ def measured(config: Config, extra: Mapping[str, Value], rounds: int) -> dict[st
 
 
 def _in_half(config: Config) -> Config:
-    compute = dataclasses.replace(config.model.compute, dtype="bfloat16")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, compute=compute))
+    compute = replace(config.model.compute, dtype="bfloat16")
+    return replace(config, model=replace(config.model, compute=compute))
 
 
 def _flag(text: str) -> tuple[str, Value]:
@@ -143,23 +145,35 @@ def _flag(text: str) -> tuple[str, Value]:
     return name, int(value) if value.lstrip("-").isdigit() else value
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    recipe: Positional[str] = "lm-tiny"
+    batch_size: int | None = None
+    """Batch size; that of the recipe by default."""
+    rounds: int = 10
+    """Turns of three steps each."""
+    flag: tuple[str, ...] = ()
+    """More flags to try."""
+    tolerance: float = 0.0001
+    """Largest relative difference of losses."""
+    json: Path | None = None
+    """Also write the numbers here."""
+    one_core: Switch = False
+    """Keep the process on one core."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns 0, or 1 where a flag changes a loss by more than a float32 sum's order does."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("recipe", nargs="?", default="lm-tiny", choices=RECIPES)
-    parser.add_argument("--batch-size", type=int, help="that of the recipe unless given")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of three steps each (default 10)")
-    parser.add_argument("--flag", type=_flag, nargs="*", default=[], metavar="NAME=VALUE", help="more flags to try")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of the losses, relative (default 1e-4)")
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument("--one-core", action="store_true", help="keep the process on one core")
-    args = parser.parse_args(argv)
+    args = harness.parse(Options, argv)
+    harness.check_names([args.recipe], RECIPES)
     if args.one_core:
         one_core()
     config = RECIPES[args.recipe]()
     if args.batch_size:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=args.batch_size))
-    record = measured(config, dict(args.flag), args.rounds)
+        config = replace(config, data=replace(config.data, batch_size=args.batch_size))
+    record = measured(config, dict(map(_flag, args.flag)), args.rounds)
     for name, one in record["sets"].items():
         print(
             f"{name}: {one['time']['ratio']['none']:.3f} of the time without, losses differ by {one['largest_difference']:.1e}"

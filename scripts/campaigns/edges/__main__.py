@@ -9,7 +9,6 @@ line, hang for over 60 s, print a traceback or crash. Results are written after 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import shutil
@@ -19,10 +18,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts import ROOT
+from tyro.conf import Positional
+
+from mupax.command_line import Switch
+from scripts import ROOT, harness
 from scripts.campaigns.edges.trial import FAULTS, Outcome, Trial
 from scripts.pages.markdown import table
 
@@ -39,18 +42,27 @@ CAMPAIGNS = {
 """Every campaign with the heading of its table."""
 
 
+@dataclass(frozen=True)
+class Options:
+    """Flags of the command."""
+
+    campaigns: Positional[tuple[str, ...]] = ()
+    count: int | None = None
+    """Trials of each campaign, spread over it."""
+    seed: int = 0
+    """Seed of what trials choose."""
+    only: str = ""
+    """Trials whose name or group has this word."""
+    again: Switch = False
+    """Run trials again that have a result."""
+    docs: Path = ROOT / "docs"
+    """Folder of the page and the results."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the trials without a result and write the page. Return 0 if no trial shows a fault."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("campaigns", nargs="*", metavar="CAMPAIGN", help=f"of {', '.join(CAMPAIGNS)} (all)")
-    parser.add_argument("--count", type=int, help="trials of each campaign, spread over it (all)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of what trials choose (0)")
-    parser.add_argument("--only", default="", metavar="WORD", help="trials whose name or group has this word")
-    parser.add_argument("--again", action="store_true", help="run trials again that have a result")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the page and the results (docs)")
-    args = parser.parse_args(argv)
-    if unknown := [name for name in args.campaigns if name not in CAMPAIGNS]:
-        parser.error(f"there is no campaign {unknown[0]}: write one of {', '.join(CAMPAIGNS)}")
+    args = harness.parse(Options, argv)
+    harness.check_names(args.campaigns, CAMPAIGNS, "campaign")
     names = args.campaigns or list(CAMPAIGNS)
     for name in names:
         run_campaign(name, args)
@@ -59,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(row["verdict"] in FAULTS for name in names for row in results.get(name, {}).values()))
 
 
-def run_campaign(name: str, args: argparse.Namespace) -> None:
+def run_campaign(name: str, args: Options) -> None:
     """Run the chosen trials of one campaign, and write the results after each."""
     file = args.docs / "edges" / f"{name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)

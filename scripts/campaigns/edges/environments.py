@@ -7,12 +7,12 @@ Where no line says that bits can differ, the rows and the last checkpoint must b
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ from typing import Any
 from scripts.campaigns import tiny_runs
 from scripts.campaigns.edges import trial
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial
+from scripts.campaigns.injection.calls import Action, option, variable
 from scripts.campaigns.tiny_runs import Session
 
 STEPS, EVERY = 8, 4
 """Steps of a run, and steps between its checkpoints."""
 
-Action = Callable[[], object]
 Edit = Callable[[dict[str, Any]], object]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case(tiny_runs.Case):
     """A decoder that trains on the text of a folder that all trials share, on one process unless said otherwise."""
 
@@ -44,7 +44,7 @@ class Case(tiny_runs.Case):
         return [*words.split(), "--log.no-tensorboard", *self.more]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Change:
     """A change of the environment between two parts of a run.
 
@@ -67,22 +67,6 @@ class Change:
     more: tuple[str, ...] = ()
     bits: bool = True
     processes: int = 1
-
-
-def variable(name: str, value: str) -> Action:
-    """Return what sets a variable of the environment."""
-    return partial(os.environ.__setitem__, name, value)
-
-
-def option(name: str, value: Any) -> Action:
-    """Return what sets an option of JAX."""
-
-    def sick() -> None:
-        import jax
-
-        jax.config.update(name, value)
-
-    return sick
 
 
 def recorded(group: str, name: str, value: Any) -> Edit:
@@ -154,11 +138,7 @@ def control(shared: Path) -> dict[str, Any]:
     """Return what a run leaves that nobody interrupts, trained by the first trial."""
     if not (shared / "text.txt").exists():
         tiny_runs.prepared(shared).__enter__()
-    if not (shared / "control" / "checkpoints" / str(STEPS)).exists():
-        session = Session(Case(shared=shared), shared, "control", STEPS)
-        if any(session.wait(8 * BOUND_S)):
-            raise RuntimeError(f"the undisturbed run itself fails: {session.output()[-400:]}")
-    return tiny_runs.left(shared / "control", STEPS)
+    return tiny_runs.undisturbed(Case(shared=shared), shared, STEPS, "control", 8 * BOUND_S)
 
 
 def begun(folder: Path, change: Change, shared: Path) -> Path:

@@ -6,7 +6,6 @@ take more than 1 GB above what it has when it begins.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import resource
@@ -15,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.campaigns.edges.bombs import conversations, images, records, tokenizers, weights
@@ -47,7 +47,7 @@ def _tried(sample: Sample) -> Callable[[Path], Outcome]:
     return run
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Read:
     """End of a process that read a file.
 

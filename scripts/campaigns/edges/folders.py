@@ -9,27 +9,25 @@ must make what it makes when nobody disturbs it, and leave nothing else. Command
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import hashlib
 import itertools
 import json
 import os
-import runpy
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mupax.train.checkpoints.making import LOCK
-from scripts.campaigns import tiny_runs, workers
-from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge
+from scripts.campaigns import forks, tiny_runs, workers
+from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial, judge, right
 from scripts.campaigns.injection import shim
 from scripts.campaigns.injection.emulator import free_port
 from scripts.campaigns.injection.object_faults import Bucket
@@ -53,7 +51,7 @@ OWN_TRACES = (".making", ".mupax-making", ".partial", "incomplete", ".part")
 """Endings and parts of names that only an unfinished command has in a folder."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Maker:
     """A command that makes a folder or a file.
 
@@ -126,6 +124,14 @@ class Lab:
                 raise SystemExit(f"{words} fails by itself:\n{ended.output[-2000:]}")
         return self.folder
 
+    def watched(self, folder: Path, bucket: bool = False) -> Bucket | shim.Control:
+        """Count operations on what lies in a trial's folder, or in the bucket, from now on, and return what counts them."""
+        if bucket:
+            self.bucket.watch("")
+            return self.bucket
+        self.control.watch(folder / "place")
+        return self.control
+
     @property
     def text(self) -> Path:
         """A small text."""
@@ -167,7 +173,7 @@ class Lab:
         return self.worker.ask({"made": out, "kind": maker.words.split()[1]}, 2 * BOUND_S)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Attempt:
     """One command in a folder of its own.
 
@@ -221,12 +227,9 @@ def undisturbed(
         folder.mkdir()
         tried = attempt(lab, MAKERS[name], folder, bucket=bucket, empty=empty)
         tried.words(tried.maker.words)  # the source is made before operations are counted
-        if bucket:
-            lab.bucket.watch("")
-        else:
-            lab.control.watch(folder / "place")
+        counter = lab.watched(folder, bucket)
         ended = tried.run()
-        calls = lab.bucket.calls() if bucket else lab.control.calls()
+        calls = counter.calls()
         lab.control.watch(None)
         if ended.code != 0:
             raise SystemExit(f"{name} fails by itself: {ended.output[-2000:]}")
@@ -251,12 +254,7 @@ def killed(
         return Outcome("ok", f"the command has no {kind} there")
     tried = attempt(lab, MAKERS[name], folder, bucket=bucket, empty=empty)
     number = min(int(share * calls[kind]), calls[kind] - 1)
-    if bucket:
-        lab.bucket.watch("")
-        lab.bucket.arm(kind, moment, number)
-    else:
-        lab.control.watch(folder / "place")
-        lab.control.arm(kind, moment, number)
+    lab.watched(folder, bucket).arm(kind, moment, number)
     first = tried.run(victim=bucket)
     if bucket:
         lab.bucket.watch("")
@@ -300,7 +298,7 @@ def reading(tried: Attempt, expected: dict[str, Any]) -> Outcome:
     outcome = judge(ended, [0, 2])
     if ended.code == 2 and len([line for line in ended.output.splitlines() if line.startswith("error")]) != 1:
         return Outcome("wrong", f"refused without one line: {ended.output[-200:]}")
-    return dataclasses.replace(outcome, detail="complete" if ended.code == 0 else "refused")
+    return replace(outcome, detail="complete" if ended.code == 0 else "refused")
 
 
 def lonely_weights(folder: Path) -> str:
@@ -346,7 +344,7 @@ def full(lab: Lab, name: str, kind: str, share: float, folder: Path, *, empty: b
         return Outcome("ok", f"the command has no {kind} there")
     tried = attempt(lab, MAKERS[name], folder, empty=empty)
     number = min(int(share * calls[kind]), calls[kind] - 1)
-    lab.control.watch(folder / "place")
+    lab.watched(folder)
     lab.control.arm(kind, "ENOSPC", number, ALWAYS)
     first = tried.run()
     lab.control.watch(None)
@@ -395,7 +393,7 @@ def someone_elses(lab: Lab, name: str, folder: Path) -> Outcome:
     """Put a file into the folder of a killed command: the command must refuse to delete it."""
     _, calls = undisturbed(lab, name, empty=True)
     tried = attempt(lab, MAKERS[name], folder, empty=True)
-    lab.control.watch(folder / "place")
+    lab.watched(folder)
     lab.control.arm("fsync", "killed", calls["fsync"] // 2)
     tried.run()
     lab.control.watch(None)
@@ -411,7 +409,7 @@ def while_another_makes(lab: Lab, name: str, folder: Path) -> Outcome:
     """Start the command while the same command is stopped in the middle: the second is refused, the first one goes on."""
     expected, calls = undisturbed(lab, name)
     tried = attempt(lab, MAKERS[name], folder)
-    lab.control.watch(folder / "place")
+    lab.watched(folder)
     lab.control.arm("fsync", "slow", calls["fsync"] - 1, milliseconds=15000)
     words = tried.words(tried.maker.words)
     pid = lab.worker.ask({"start": words, "environ": tried.environ}, BOUND_S)
@@ -500,59 +498,45 @@ def smaller_keep(lab: Lab, folder: Path) -> Outcome:
     if "2, 4, 6 are deleted" not in second.output or "checkpoint.keep 4 -> 1" not in second.output:
         return Outcome("silent", f"not said what is deleted: {second.output[:200]}")
     left = sorted(path.name for path in (place / "out" / "checkpoints").iterdir())
-    return Outcome("ok" if left == ["10"] else "wrong", f"left {left}")
+    return right(left == ["10"], f"left {left}")
 
 
 def trials(shared: Path, seed: int) -> list[Trial]:
     """Return all trials: kills on a disk and in a bucket, full disks, somebody else's files, two commands at once."""
     lab = Lab(shared)
     planned: list[Trial] = []
+
+    def add(title: str, group: str, run: Callable[..., Outcome], *words: Any, **options: Any) -> None:
+        planned.append(Trial(f"{group}: {title}", group.partition(" into ")[0], partial(run, lab, *words, **options)))
+
     for name, maker in MAKERS.items():
-        planned += _killed_on_disk(lab, name, maker, seed)
-        for index, kind in enumerate(FULL_KINDS):
+        for index, kind in enumerate(DISK_KINDS):
             if kind in maker.absent:
                 continue
+            for after, moment in enumerate(MOMENTS):
+                share = SHARES[(index + after + seed) % len(SHARES)]
+                title = f"{moment} {kind} at {share:.0%}"
+                add(title, name, killed, name, kind, moment, share)
+                if maker.makes_folder and kind in ("write", "rename", "fsync"):
+                    add(title, f"{name} into an empty folder", killed, name, kind, moment, share, empty=True)
+        add("killed after the last rename", name, killed, name, "rename", "killed after", 0.999)
+        for index, kind in enumerate(FULL_KINDS):
             share = SHARES[(index + 1) % len(SHARES)]
-            call = functools.partial(full, lab, name, kind, share)
-            planned.append(Trial(f"{name}: full disk from {kind} at {share:.0%}", name, call))
-        for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
-            if maker.makes_folder:
-                call = functools.partial(killed, lab, name, kind, moment, share, bucket=True)
-                group = f"{name} in a bucket"
-                planned.append(Trial(f"{group}: {moment} {kind} at {share:.0%}", group, call))
-        if maker.makes_folder:
-            for share in (0.3, 0.8):
-                call = functools.partial(really_full, lab, name, share)
-                planned.append(Trial(f"{name}: a file system of {share:.0%} of its size", name, call))
-            call = functools.partial(someone_elses, lab, name)
-            planned.append(Trial(f"{name}: a file of somebody else in the way", name, call))
-            call = functools.partial(while_another_makes, lab, name)
-            planned.append(Trial(f"{name}: twice at once", name, call))
-    for processes in (1, 2):
-        call = functools.partial(undeletable, lab, processes)
-        planned.append(Trial(f"checkpoints: one cannot be deleted, processes {processes}", "checkpoints", call))
-    call = functools.partial(listed_while_saved, lab)
-    planned.append(Trial("checkpoints: listed while a run saves in a bucket", "checkpoints", call))
-    call = functools.partial(smaller_keep, lab)
-    planned.append(Trial("checkpoints: a resume keeps fewer", "checkpoints", call))
-    return planned
-
-
-def _killed_on_disk(lab: Lab, name: str, maker: Maker, seed: int) -> list[Trial]:
-    """Return the kills of one command on a disk: every kind of operation, before and after it."""
-    planned: list[Trial] = []
-    for index, kind in enumerate(DISK_KINDS):
-        if kind in maker.absent:
+            if kind not in maker.absent:
+                add(f"full disk from {kind} at {share:.0%}", name, full, name, kind, share)
+        if not maker.makes_folder:
             continue
-        for after, moment in enumerate(MOMENTS):
-            share = SHARES[(index + after + seed) % len(SHARES)]
-            call = functools.partial(killed, lab, name, kind, moment, share)
-            planned.append(Trial(f"{name}: {moment} {kind} at {share:.0%}", name, call))
-            if maker.makes_folder and kind in ("write", "rename", "fsync"):
-                call = functools.partial(killed, lab, name, kind, moment, share, empty=True)
-                planned.append(Trial(f"{name} into an empty folder: {moment} {kind} at {share:.0%}", name, call))
-    call = functools.partial(killed, lab, name, "rename", "killed after", 0.999)
-    planned.append(Trial(f"{name}: killed after the last rename", name, call))
+        for kind, moment, share in itertools.product(BUCKET_KINDS, MOMENTS, (0.0, 0.5, 0.999)):
+            title = f"{moment} {kind} at {share:.0%}"
+            add(title, f"{name} in a bucket", killed, name, kind, moment, share, bucket=True)
+        for share in (0.3, 0.8):
+            add(f"a file system of {share:.0%} of its size", name, really_full, name, share)
+        add("a file of somebody else in the way", name, someone_elses, name)
+        add("twice at once", name, while_another_makes, name)
+    for processes in (1, 2):
+        add(f"one cannot be deleted, processes {processes}", "checkpoints", undeletable, processes)
+    add("listed while a run saves in a bucket", "checkpoints", listed_while_saved)
+    add("a resume keeps fewer", "checkpoints", smaller_keep)
     return planned
 
 
@@ -565,6 +549,8 @@ class Commands:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._started = 0
+        self._logs: dict[int, Path] = {}
 
     def answer(self, question: dict[str, Any]) -> Any:
         """Do what the campaign asks: start, go, wait, or say what was made."""
@@ -576,64 +562,28 @@ class Commands:
         if "alive" in question:
             return os.waitpid(question["alive"], os.WNOHANG)[0] == 0
         if "made" in question:
-            return _apart(lambda: _digests(question["made"], question["kind"]))
+            return forks.apart(lambda: _digests(question["made"], question["kind"]))
         return self._wait(question["wait"], question["seconds"])
 
     def _start(self, words: list[str], environ: dict[str, str]) -> int:
-        pid = os.fork()
-        if pid:
-            os.waitpid(pid, os.WUNTRACED)
-            return pid
-        log = os.open(self._folder / f"{os.getpid()}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.environ |= environ
-        os.kill(os.getpid(), signal.SIGSTOP)
-        code = 1
-        try:
-            sys.argv[1:] = words
-            runpy.run_module("mupax", run_name="__main__", alter_sys=True)
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-        except BaseException:
-            traceback.print_exc()
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(code)
+        def stop() -> None:
+            os.environ.update(environ)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        self._started += 1
+        log = self._folder / f"{self._started}.out"
+        pid = forks.start(words, log, stop)
+        self._logs[pid] = log
+        os.waitpid(pid, os.WUNTRACED)
+        return pid
 
     def _wait(self, pid: int, seconds: float) -> tuple[int | None, str]:
         os.kill(pid, signal.SIGCONT)
-        until = time.monotonic() + seconds
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                code: int | None = os.waitstatus_to_exitcode(status)
-                break
-            if time.monotonic() > until:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                code = None
-                break
-            time.sleep(0.02)
-        log = self._folder / f"{pid}.out"
+        code = forks.wait(pid, seconds)
+        log = self._logs.pop(pid)
         output = log.read_text(errors="replace")
         log.unlink()
         return code, output
-
-
-def _apart(function: Callable[[], Any]) -> Any:
-    """Return what a function returns in a process of its own: a bucket is read by threads, which no fork may have before it."""
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        with os.fdopen(writer, "w") as out:
-            json.dump(function(), out)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as answer:
-        content = answer.read()
-    os.wait()
-    return json.loads(content)
 
 
 def _digests(out: str, kind: str) -> dict[str, Any]:

@@ -6,27 +6,25 @@ give the same: the digests of all arrays, the rows of metrics, the text or the n
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns import tiny_runs
+from scripts.campaigns import forks, tiny_runs
 from scripts.campaigns.edges.trial import Ended, Outcome, Trial, judge
 
 PLAIN = "plain"
@@ -91,17 +89,16 @@ NAMES = COMMON | RARE_NAMES
 
 VOLATILE = {"seconds", "command", "workdir", "path", "versions", "git", "time", "created", "run"}
 """Fields that differ from one run to the next."""
-_DECODER = (
+DECODER = (
     "lm-tiny --model.width 16 --model.depth 1 --model.num-heads 2 --model.seq-len 16 --data.batch-size 16 "
     "--data.eval-batch-size 32 --data.eval-examples 64 --optimizer.warmup-steps 2 --log.eval-every-steps 8 "
     "--checkpoint.every-steps 4 --log.no-samples --optimizer.schedule constant"
 )
-_IMAGES = (
+IMAGES = (
     "vit-digits --model.width 16 --model.depth 1 --model.num-heads 2 --data.batch-size 16 --data.eval-batch-size 16 "
     "--data.eval-examples 32 --optimizer.warmup-steps 2 --checkpoint.every-steps 4 --optimizer.schedule constant"
 )
-DECODER = _DECODER.split()
-IMAGES = _IMAGES.split()
+TRAIN = f"train {DECODER} --data.name=text:{{text}}"
 
 
 class Failed(Exception):
@@ -112,7 +109,7 @@ class Failed(Exception):
         self.outcome = outcome
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case:
     """One command with one name.
 
@@ -145,14 +142,29 @@ class Case:
         """
         return run(self.folder, [str(word) for word in words], environ, cwd, codes)
 
-    def copied_run(self, kind: str = "decoder") -> Path:
-        """Copy a trained run under the name."""
-        shutil.copytree(self.inputs.trained(kind), self.place)
-        return self.place
+    def text(self, template: str) -> str:
+        """Return a text with paths in place of words in braces."""
+        return template.format_map(_Paths(self))
 
-    def left(self, workdir: Path, step: int) -> Any:
-        """Return what a run has left at a step: its rows and the digests of its arrays."""
-        return tiny_runs.left(workdir, step)
+    def words(self, command: str) -> list[str]:
+        """Return the words of a command line."""
+        return [self.text(word) for word in command.split()]
+
+    def path(self, template: str) -> Path:
+        """Return a path, from a text as `Act` has it."""
+        return Path(self.text(template))
+
+
+class _Paths(dict[str, Any]):
+    """What words in braces stand for; inputs are made when they are needed first."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(place=case.place, folder=case.folder, name=case.name, short=case.name[:250])
+        self["out"] = case.folder / "out" / case.name
+        self._inputs = case.inputs
+
+    def __missing__(self, word: str) -> Path:
+        return getattr(self._inputs, word)()
 
 
 class Inputs:
@@ -166,42 +178,42 @@ class Inputs:
         (shared / "home").mkdir()
         os.environ["MUPAX_HOME"] = str(shared / "home")
 
-    @property
     def text(self) -> Path:
-        """Path of a text."""
+        """Return the path of a text."""
         return self.folder / "text.txt"
 
-    @functools.cache  # noqa: B019 - one for the campaign
-    def trained(self, kind: str) -> Path:
-        """Return the workdir of a run of eight steps: `decoder` or `images`."""
-        workdir = self.folder / f"trained-{kind}"
-        words = [*DECODER, "--data.name", f"text:{self.text}"] if kind == "decoder" else IMAGES
-        run(self.folder, ["train", *words, "--steps", "8", "--workdir", str(workdir)])
-        return workdir
+    def rows(self) -> Path:
+        """Return the path of a file of records."""
+        return self.folder / "rows.jsonl"
 
-    @functools.cache  # noqa: B019 - one for the campaign
-    def exported(self, kind: str) -> Path:
-        """Return the folder of a run's weights in Hugging Face's format."""
-        out = self.folder / f"exported-{kind}"
-        run(self.folder, ["export", str(self.trained(kind)), "--out", str(out)])
-        return out
+    def decoder(self) -> Path:
+        """Return the workdir of a decoder's run of eight steps."""
+        return self._made("decoder", f"train {DECODER} --data.name text:{self.text()} --steps 8 --workdir")
 
-    @functools.cache  # noqa: B019 - one for the campaign
+    def images(self) -> Path:
+        """Return the workdir of a vision transformer's run of eight steps."""
+        return self._made("images", f"train {IMAGES} --steps 8 --workdir")
+
+    def exported(self) -> Path:
+        """Return the folder of the decoder's weights in Hugging Face's format."""
+        return self._made("exported", f"export {self.decoder()} --out")
+
     def imported(self) -> Path:
         """Return the folder of imported weights."""
-        out = self.folder / "imported"
-        run(self.folder, ["import", str(self.exported("decoder")), "--out", str(out)])
-        return out
+        return self._made("imported", f"import {self.exported()} --out")
 
-    @functools.cache  # noqa: B019 - one for the campaign
     def tokenizer(self) -> Path:
         """Return the path of a tokenizer.json."""
-        out = self.folder / "tokenizer.json"
-        words = ["data", "tokenizer", f"text:{self.text}", "--size", "300", "--out", str(out)]
-        run(self.folder, words)
-        return out
+        return self._made("tokenizer.json", f"data tokenizer text:{self.text()} --size 300 --out")
 
-    @functools.cache  # noqa: B019 - one for the campaign
+    @cache  # noqa: B019 - one for the campaign
+    def _made(self, name: str, command: str) -> Path:
+        """Return the path that a command has made, which ends with it."""
+        path = self.folder / name
+        run(self.folder, [*command.split(), str(path)])
+        return path
+
+    @cache  # noqa: B019 - one for the campaign
     def pictures(self) -> Path:
         """Return a folder with two folders of twelve images."""
         import numpy as np
@@ -229,7 +241,7 @@ class Inputs:
 
 def trials(shared: Path, seed: int) -> list[Trial]:
     """Return the trials: a run with every name, quick commands with many, others with few."""
-    inputs = functools.cache(lambda: Inputs(shared))
+    inputs = cache(lambda: Inputs(shared))
     rare_names = list(RARE_NAMES)
     pairs: list[tuple[str, str]] = []
     for index, label in enumerate(QUICK):
@@ -243,10 +255,10 @@ def trials(shared: Path, seed: int) -> list[Trial]:
 
     all_trials: list[Trial] = []
     for label, title in dict.fromkeys(pairs):
-        run_trial = functools.partial(attempt, inputs, label, ACTS[label], NAMES[title])
+        run_trial = partial(attempt, inputs, label, ACTS[label], NAMES[title])
         all_trials.append(Trial(f"{label}: {title}", label, run_trial))
     for label, act in WAYS.items():
-        run_trial = functools.partial(attempt, inputs, label, act, "w")
+        run_trial = partial(attempt, inputs, label, act, "w")
         all_trials.append(Trial(f"way: {label}", "ways of writing a path", run_trial))
     return all_trials
 
@@ -290,7 +302,7 @@ def run(
     out = folder / f"{number}.out"
     began = time.monotonic()
     pid = fork(words, out, environ, cwd or folder)
-    code = wait(pid, 240.0)
+    code = forks.wait(pid, 240.0)
     ended = Ended(code, output_of(out), time.monotonic() - began)
     outcome = judge(ended, codes)
     if outcome.verdict != "ok":
@@ -305,43 +317,15 @@ def output_of(out: Path) -> str:
 
 
 def fork(words: list[str], out: Path, environ: Mapping[str, str] | None, cwd: Path) -> int:
-    """Start `mupax` with these words in a fork, which has imported everything already. Return its process ID."""
-    if pid := os.fork():
-        return pid
-    code = 1
-    try:
-        for number, file in ((1, out), (2, out.with_suffix(".err"))):
-            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    """Start `mupax` with these words in a fork of this process, and return its process ID."""
+
+    def prepare() -> None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - until the fork ends
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(cwd)
         os.environ.update(environ or {})
-        sys.argv = ["mupax", *words]
-        runpy.run_module("mupax", run_name="__main__", alter_sys=True)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
-
-def wait(pid: int, seconds: float) -> int | None:
-    """Return the exit code of a process, or None after killing it where that takes longer."""
-    until = time.monotonic() + seconds
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return None
-        time.sleep(0.02)
+    return forks.start(words, out, prepare, errors=out.with_suffix(".err"))
 
 
 # What results are compared by
@@ -376,25 +360,92 @@ def digests(folder: Path, ending: str) -> dict[str, str]:
 # Commands. Each gives something that must not depend on the name.
 
 
-def train(case: Case) -> Any:
-    """Train a run to its end."""
-    name = f"text:{case.inputs.text}"
-    case.run("train", *DECODER, "--data.name", name, "--steps", "4", f"--workdir={case.place}")
-    return case.left(case.place, 4)
+@dataclass(frozen=True)
+class Act:
+    """Commands that are tried with a name.
+
+    In all texts {place} is the path with the name, {folder} the trial's folder, {name} and {short} the name (the second
+    cut to 250 characters), {out} a path with the name in another folder, and any other word a method of `Inputs`.
+
+    Attributes:
+        commands: command lines after `mupax`, which must all end well.
+        result: returns what must not depend on the name, from the case and the output of the last command.
+        copies: destination to what is copied there first.
+        links: links that are made first, and the folders that they lead to.
+        folders: folders that are made first.
+        environ: variables that name folders, which are made.
+        cwd: working directory.
+        codes: exit codes that are right.
+    """
+
+    commands: Sequence[str]
+    result: Callable[[Case, str], Any]
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    links: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    folders: Sequence[str] = ()
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cwd: str = "{folder}"
+    codes: Sequence[int] = (0,)
+
+    def __call__(self, case: Case) -> Any:
+        """Prepare what the commands need, run them, and return the result."""
+        (case.folder / "out").mkdir()
+        for folder in (*self.folders, *self.links.values(), *self.environ.values(), self.cwd):
+            case.path(folder).mkdir(parents=True, exist_ok=True)
+        for link, target in self.links.items():
+            case.path(link).symlink_to(case.path(target))
+        for destination, source in self.copies.items():
+            copy(case.path(source), case.path(destination))
+        environ = {variable: case.text(folder) for variable, folder in self.environ.items()}
+        output = ""
+        for command in self.commands:
+            words = [case.text(word) for word in command.split()]
+            output = case.run(*words, environ=environ, cwd=case.path(self.cwd), codes=self.codes)
+        return self.result(case, output)
 
 
-def train_and_resume(case: Case) -> Any:
-    """Train half a run, and resume it."""
-    words = ["train", *DECODER, "--ema.decay", "0.9", "--data.name", f"text:{case.inputs.text}", "--resume"]
-    flag = f"--workdir={case.place}"
-    case.run(*words, flag, "--steps", "4")
-    case.run(*words, flag, "--steps", "8")
-    return case.left(case.place, 8)
+def copy(source: Path, destination: Path) -> None:
+    """Copy a file or a folder."""
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, destination)
+    else:
+        shutil.copy(source, destination)
+
+
+def left(workdir: str, step: int) -> Callable[[Case, str], Any]:
+    """Return a result: the rows and the digests of arrays that a run has left at a step."""
+    return lambda case, output: tiny_runs.left(case.path(workdir), step)
+
+
+def arrays(workdir: str, step: int) -> Callable[[Case, str], Any]:
+    """Return a result: the digests of arrays that a workdir has at a step."""
+    return lambda case, output: tiny_runs.left_arrays(case.path(workdir), step)
+
+
+def weights(folder: str) -> Callable[[Case, str], Any]:
+    """Return a result: the digests of the files of weights in a folder."""
+    return lambda case, output: digests(case.path(folder), ".safetensors")
+
+
+def numbers(file: str) -> Callable[[Case, str], Any]:
+    """Return a result: the numbers of a JSON file."""
+    return lambda case, output: json_numbers(case.path(file))
+
+
+def printed(output: str, *texts: str) -> list[bool]:
+    """Return which texts are in an output."""
+    return [text in output for text in texts]
+
+
+def names_in(folder: Path, endings: Sequence[str] = ("",)) -> list[str]:
+    """Return the names of a folder with one of these endings."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(tuple(endings)))
 
 
 def two_processes(case: Case) -> Any:
     """Train with two processes that save together."""
-    shutil.copy(case.inputs.text, case.folder / "text.txt")
+    shutil.copy(case.inputs.text(), case.folder / "text.txt")
     name = "".join(case.name.split())  # a session's command line is split at spaces
     session = tiny_runs.Session(tiny_runs.Case("decoder", 2), case.folder, name, 20)
     codes = session.wait(240)
@@ -404,547 +455,228 @@ def two_processes(case: Case) -> Any:
     return tiny_runs.left_arrays(case.folder / name, 20)
 
 
-def resume_moved(case: Case) -> Any:
-    """Resume a run that was moved."""
-    workdir = case.copied_run()
-    case.run("train", "--resume", "--workdir", workdir, "--steps", "12")
-    return case.left(workdir, 12)
-
-
-def dry_run(case: Case) -> Any:
-    """Show what a run would do."""
-    case.run("train", *DECODER, "--data.name", f"text:{case.inputs.text}", "--dry-run", "--workdir", case.place)
-    return case.place.exists()
-
-
-def evaluate(case: Case) -> Any:
-    """Evaluate a run, and write the numbers to a file with the name."""
-    case.copied_run()
-    (case.folder / "out").mkdir()
-    file = case.folder / "out" / case.name
-    case.run("eval", case.place, "--json", file)
-    return json_numbers(file)
-
-
-def evaluate_step(case: Case) -> Any:
-    """Evaluate one step of a run."""
-    workdir = case.copied_run()
-    case.run("eval", workdir / "checkpoints" / "4", "--json", case.folder / "e.json")
-    return json_numbers(case.folder / "e.json")
-
-
-def generate(case: Case) -> Any:
-    """Generate text with a run."""
-    return case.run("generate", case.copied_run(), "--prompt", "def", "--tokens", "12", "--seed", "3")
-
-
 def serve(case: Case) -> Any:
     """Serve a run, and ask for text."""
-    workdir = case.copied_run()
+    copy(case.inputs.decoder(), case.place)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     out = case.folder / "serve.out"
-    pid = fork(["serve", str(workdir), "--port", str(port)], out, None, case.folder)
+    pid = fork(["serve", str(case.place), "--port", str(port)], out, None, case.folder)
     address = f"http://127.0.0.1:{port}/v1/completions"
     body = json.dumps({"prompt": "def", "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
     answer: Any = None
     until = time.monotonic() + 120
     while answer is None and time.monotonic() < until:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             answer = json.loads(urllib.request.urlopen(request, timeout=90).read())["choices"][0]["text"]
         time.sleep(0.1)
     os.kill(pid, signal.SIGINT)
-    outcome = judge(Ended(wait(pid, 60), output_of(out), 60.0), [0, 130])
+    outcome = judge(Ended(forks.wait(pid, 60), output_of(out), 60.0), [0, 130])
     if outcome.verdict != "ok":
         raise Failed(outcome)
     return answer
 
 
-def export(case: Case) -> Any:
-    """Export a run into a folder."""
-    case.run("export", case.inputs.trained("decoder"), "--out", case.place)
-    return digests(case.place, ".safetensors")
+def config_file(case: Case, file: Path) -> Path:
+    """Write a run's config to a file, and return the file."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(case.run(*case.words(f"{TRAIN} --print-config")))
+    return file
 
 
-def export_from(case: Case) -> Any:
-    """Export from a run."""
-    case.run("export", case.copied_run(), "--out", case.folder / "hf")
-    return digests(case.folder / "hf", ".safetensors")
-
-
-def import_weights(case: Case) -> Any:
-    """Import weights from one folder into another."""
-    (case.folder / "from").mkdir()
-    source = case.folder / "from" / case.name
-    shutil.copytree(case.inputs.exported("decoder"), source)
-    case.run("import", source, "--out", case.place)
-    return digests(case.place, ".safetensors")
-
-
-def convert(case: Case) -> Any:
-    """Convert a run into a folder."""
-    case.run("convert", case.inputs.trained("decoder"), "--form", "mean-field", "--out", case.place)
-    return tiny_runs.left_arrays(case.place, 8)
-
-
-def convert_from(case: Case) -> Any:
-    """Convert from a run."""
-    out = case.folder / "converted"
-    case.run("convert", case.copied_run(), "--form", "mean-field", "--out", out)
-    return tiny_runs.left_arrays(out, 8)
-
-
-def grow(case: Case) -> Any:
-    """Grow a run into another folder, and train that."""
-    workdir = case.copied_run()
-    (case.folder / "out").mkdir()
-    out = case.folder / "out" / case.name
-    case.run("grow", workdir, "--set", "width=32", "--out", out)
-    case.run("train", "--resume", "--workdir", out, "--steps", "10")
-    return case.left(out, 10)
-
-
-def checkpoints(case: Case) -> Any:
-    """List and verify checkpoints, and write the list to a file."""
-    workdir = case.copied_run()
-    (case.folder / "out").mkdir()
-    file = case.folder / "out" / case.name
-    case.run("checkpoints", workdir, "--verify", "--json", file)
-    return json_numbers(file)
-
-
-def noise(case: Case) -> Any:
-    """Measure the gradient noise of a run."""
-    case.run("noise", case.copied_run(), "--batches", "4", "--json", case.folder / "n.json")
-    return json_numbers(case.folder / "n.json")
-
-
-def train_on(case: Case, name: str, *more: str | Path) -> Any:
-    """Train on data."""
-    workdir = case.folder / "run"
-    case.run("train", *DECODER, f"--data.name={name}", "--steps", "4", "--workdir", workdir, *more)
-    return case.left(workdir, 4)
-
-
-def text_file(case: Case) -> Any:
-    """Train on a text."""
-    shutil.copy(case.inputs.text, case.place)
-    return train_on(case, f"text:{case.place}")
-
-
-def text_folder(case: Case) -> Any:
-    """Train on a folder of texts, with a folder in it."""
-    (case.place / case.name).mkdir(parents=True)
-    shutil.copy(case.inputs.text, case.place / case.name / "a.txt")
-    shutil.copy(case.inputs.text, case.place / "b.txt")
-    return train_on(case, f"text:{case.place}")
-
-
-def text_in_folder(case: Case) -> Any:
-    """Train on a folder in which a text has the name."""
-    (case.folder / "texts").mkdir()
-    shutil.copy(case.inputs.text, case.folder / "texts" / case.name)
-    return train_on(case, f"text:{case.folder / 'texts'}")
-
-
-def records(case: Case) -> Any:
-    """Train on a folder of records."""
-    case.place.mkdir()
-    shutil.copy(case.inputs.folder / "rows.jsonl", case.place / "rows.jsonl")
-    return train_on(case, f"records:{case.place}")
-
-
-def evaluate_on_set(case: Case) -> Any:
-    """Evaluate on a text."""
-    shutil.copy(case.inputs.text, case.place)
-    file = case.folder / "e.json"
-    case.run("eval", case.inputs.trained("decoder"), f"--data.name=text:{case.place}", "--json", file)
-    return json_numbers(file)
-
-
-def images(case: Case) -> Any:
-    """Train on a folder of images."""
-    (case.folder / "sets").mkdir()
-    folder = case.folder / "sets" / case.name
-    shutil.copytree(case.inputs.pictures(), folder)
-    workdir = case.folder / "run"
-    case.run(
-        "train",
-        *IMAGES,
-        f"--data.name=images:{folder}",
-        "--data.eval-examples",
-        "2",
-        "--steps",
-        "4",
-        "--workdir",
-        workdir,
-    )
-    return case.left(workdir, 4)
-
-
-def image_class(case: Case) -> Any:
-    """Train on images of which a class has the name."""
-    folder = case.folder / "set"
-    shutil.copytree(case.inputs.pictures() / "red", folder / case.name)
-    shutil.copytree(case.inputs.pictures() / "green", folder / "zzz")
-    workdir = case.folder / "run"
-    case.run(
-        "train",
-        *IMAGES,
-        f"--data.name=images:{folder}",
-        "--data.eval-examples",
-        "2",
-        "--steps",
-        "4",
-        "--workdir",
-        workdir,
-    )
-    case.run("eval", workdir)
-    return {name: entry["shape"] for name, entry in case.left(workdir, 4)["arrays"].items()}
-
-
-def predict(case: Case) -> Any:
-    """Predict with a run on a folder of images."""
-    workdir = case.copied_run("images")
-    (case.folder / "pictures").mkdir()
-    shutil.copytree(case.inputs.pictures(), case.folder / "pictures" / case.name)
-    shutil.copy(case.inputs.pictures() / "red" / "0.png", case.folder / "one.png")
-    text = case.run("predict", workdir, case.folder / "pictures" / case.name, "one.png", "--json")
-    return [numbers_of(json.loads(line)) for line in text.splitlines()]
-
-
-def finetune(case: Case) -> Any:
-    """Fine-tune a run on a folder of images."""
-    source = case.copied_run("images")
-    (case.folder / "pictures").mkdir()
-    folder = case.folder / "pictures" / case.name
-    shutil.copytree(case.inputs.pictures(), folder)
-    out = case.folder / "tuned"
-    case.run("finetune", folder, "--from", source, "--steps", "3", "--data.batch-size", "4", "--workdir", out)
-    return case.left(out, 3)
-
-
-def init_from(case: Case) -> Any:
-    """Train from imported weights."""
-    shutil.copytree(case.inputs.imported(), case.place)
-    name = f"text:{case.inputs.text}"
-    return train_on(case, name, f"--init-from={case.place}")
-
-
-def config_file(case: Case) -> Any:
+def config_in_a_folder(case: Case) -> Any:
     """Train by a config file in a folder."""
-    case.place.mkdir()
-    file = case.place / "c.yaml"
-    file.write_text(case.run("train", *DECODER, "--data.name", f"text:{case.inputs.text}", "--print-config"))
+    file = config_file(case, case.place / "c.yaml")
     workdir = case.folder / "run"
     case.run("train", "--config", file, "--steps", "4", "--workdir", workdir)
-    return case.left(workdir, 4)
+    return tiny_runs.left(workdir, 4)
 
 
 def config_by_its_name(case: Case) -> Any:
     """Read a config file that has the name."""
-    file = case.folder / f"{case.name[:250]}.yaml"
-    file.write_text(case.run("train", *DECODER, "--data.name", f"text:{case.inputs.text}", "--print-config"))
+    file = config_file(case, case.path("{folder}/{short}.yaml"))
     return numbers_of(json.loads(case.run("train", f"--config={file}", "--print-config")))
-
-
-def sweep(case: Case) -> Any:
-    """Sweep two learning rates."""
-    name = f"text:{case.inputs.text}"
-    case.run("sweep", *DECODER, "--data.name", name, "--steps", "4", "--lr", "2^-9:2^-7:2", "--out", case.place)
-    points = json.loads((case.place / "sweep.json").read_text())["points"]
-    return sorted(point["loss"] for point in points)
-
-
-def tune(case: Case) -> Any:
-    """Tune the learning rate."""
-    words = ["--over", "lr", "--points", "3", "--batch", "2", "--seeds", "1", "--confirm", "0", "--minutes", "5"]
-    name = f"text:{case.inputs.text}"
-    case.run("tune", *DECODER, "--data.name", name, "--steps", "4", *words, "--out", case.place)
-    return sorted(entry.name for entry in case.place.iterdir())
-
-
-def transfer(case: Case) -> Any:
-    """Measure transfer over two sizes."""
-    words = ["--grow", "head_dim=4,8", "--seeds", "2", "--max-seeds", "2", "--minutes", "1"]
-    name = f"text:{case.inputs.text}"
-    case.run("transfer", *DECODER, "--data.name", name, "--steps", "4", *words, "--out", case.place)
-    return sorted(entry.name for entry in case.place.iterdir() if entry.suffix in {".html", ".png"})
-
-
-def plan(case: Case) -> Any:
-    """Plan a run into a file."""
-    case.run("plan", *DECODER, "--data.name", f"text:{case.inputs.text}", "--out", case.place)
-    return json.loads(case.place.read_text()).keys() != set()
-
-
-def check(case: Case) -> Any:
-    """Check a preset, and write numbers and a figure."""
-    (case.folder / "out").mkdir()
-    figure = case.folder / "out" / f"{case.name[:251]}.png"
-    words = ["lm-proxy", "--sizes", "2", "--seeds", "2"]
-    case.run("check", *words, "--json", case.place, "--figure", figure, codes=(0, 1))
-    return [numbers_of(json.loads(case.place.read_text())), figure.stat().st_size > 0]
-
-
-def balance(case: Case) -> Any:
-    """Derive learning rates into a file, and read them."""
-    file = case.folder / f"{case.name[:250]}.json"
-    case.run("presets", "balance", "vit-proxy", "--optimizer", "sgd", "--out", file)
-    case.run("presets", "table", file, "--model", "vit-proxy", "--optimizer", "sgd")
-    return json_numbers(file)
-
-
-def prepare(case: Case) -> Any:
-    """Prepare a text."""
-    shutil.copy(case.inputs.text, case.place)
-    return "token" in case.run("data", "prepare", f"text:{case.place}")
-
-
-def show(case: Case) -> Any:
-    """Show span corruption of a text."""
-    shutil.copy(case.inputs.text, case.place)
-    return len(case.run("data", "show", f"text:{case.place}").splitlines()) > 1
-
-
-def tokenizer(case: Case) -> Any:
-    """Train a tokenizer from a text into a file."""
-    (case.folder / "in").mkdir()
-    source = case.folder / "in" / case.name
-    shutil.copy(case.inputs.text, source)
-    file = case.folder / f"{case.name[:250]}.json"
-    case.run("data", "tokenizer", f"text:{source}", "--size", "300", "--out", file)
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def with_tokenizer(case: Case) -> Any:
-    """Train and generate with a tokenizer's file."""
-    case.place.mkdir()
-    file = case.place / "tokenizer.json"
-    shutil.copy(case.inputs.tokenizer(), file)
-    result = train_on(case, f"text:{case.inputs.text}", f"--data.tokenizer={file}", "--model.vocab-size", "300")
-    case.run("generate", case.folder / "run", "--prompt", "def", "--tokens", "4")
-    return result
-
-
-def push(case: Case) -> Any:
-    """List what would be pushed."""
-    text = case.run("push", case.copied_run(), "--to", "user/name", "--dry-run")
-    return [name in text for name in ("model.safetensors", "config.json")]
-
-
-def data_folder(case: Case) -> Any:
-    """Keep prepared data in a folder."""
-    return train_on(case, f"text:{case.inputs.text}", f"--data.data-dir={case.place}")
-
-
-def environment_folders(case: Case) -> Any:
-    """Keep caches, settings and temporary files in folders."""
-    name = f"text:{case.inputs.text}"
-    names = ("MUPAX_DATA", "MUPAX_HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "TMPDIR")
-    folders = {variable: case.place / variable for variable in names}
-    for folder in folders.values():
-        folder.mkdir(parents=True)
-    workdir = case.folder / "run"
-    environ = {variable: str(folder) for variable, folder in folders.items()}
-    case.run("train", *DECODER, "--data.name", name, "--steps", "4", "--workdir", workdir, environ=environ)
-    return case.left(workdir, 4)
-
-
-def working_directory(case: Case) -> Any:
-    """Train and generate in a working directory."""
-    case.place.mkdir()
-    shutil.copy(case.inputs.text, case.place / "t.txt")
-    case.run("train", *DECODER, "--data.name", "text:t.txt", "--steps", "4", cwd=case.place)
-    case.run("generate", "runs/lm-tiny", "--prompt", "a", "--tokens", "4", cwd=case.place)
-    return case.left(case.place / "runs" / "lm-tiny", 4)
 
 
 def relative_name(case: Case) -> Any:
     """Give the bare name, as a shell's tab key would, after `./` where it begins with a dash or means a home folder."""
     word = f"./{case.name}" if case.name[0] in "-~" or ":" in case.name else case.name
-    name = f"text:{case.inputs.text}"
-    case.run("train", *DECODER, "--data.name", name, "--steps", "4", "--workdir", word)
+    case.run(*case.words(f"{TRAIN} --steps 4"), "--workdir", word)
     case.run("eval", word)
-    return case.left(case.place, 4)
+    return tiny_runs.left(case.place, 4)
 
 
+def workdir_as(word: str, place: str = "{place}", **more: Any) -> Act:
+    """Return commands that train and evaluate a workdir as it is written."""
+    return Act((f"{TRAIN} --steps 4 --workdir {word}", f"eval {word}"), left(place, 4), **more)
+
+
+def train_on(data: str, more: str = "", **fields: Any) -> Act:
+    """Return a command that trains on data, with more flags."""
+    command = f"train {DECODER} --data.name={data} --steps 4 --workdir {{folder}}/run {more}"
+    return Act((command,), left("{folder}/run", 4), **fields)
+
+
+_RUN = {"{place}": "{decoder}"}
+"""The decoder's run is copied under the name."""
+_TEXT = {"{place}": "{text}"}
+_PICTURES = "{folder}/pictures/{name}"
+_IMAGES = "--data.eval-examples 2 --steps 4 --workdir {folder}/run"
+_STUDY = f"{DECODER} --data.name text:{{text}} --steps 4"
+_TUNE = "--over lr --points 3 --batch 2 --seeds 1 --confirm 0 --minutes 5"
+_CACHES = ("MUPAX_DATA", "MUPAX_HOME", "XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR", "TMPDIR")
 TRAINED = "train"
 MANY = 6
 """Further names that a quick command is tried with."""
+ACTS: dict[str, Callable[[Case], Any]] = {
+    TRAINED: Act((f"{TRAIN} --steps 4 --workdir={{place}}",), left("{place}", 4)),
+    "train, resume": Act(
+        [f"{TRAIN} --ema.decay 0.9 --resume --workdir={{place}} --steps {steps}" for steps in (4, 8)],
+        left("{place}", 8),
+    ),
+    "two processes": two_processes,
+    "resume a moved run": Act(("train --resume --workdir {place} --steps 12",), left("{place}", 12), _RUN),
+    "train --dry-run": Act((f"{TRAIN} --dry-run --workdir {{place}}",), lambda case, _: case.place.exists()),
+    "relative names": relative_name,
+    "eval WORKDIR --json": Act(("eval {place} --json {out}",), numbers("{out}"), _RUN),
+    "eval WORKDIR/checkpoints/STEP": Act(
+        ("eval {place}/checkpoints/4 --json {folder}/e.json",), numbers("{folder}/e.json"), _RUN
+    ),
+    "eval --data.name": Act(
+        ("eval {decoder} --data.name=text:{place} --json {folder}/e.json",), numbers("{folder}/e.json"), _TEXT
+    ),
+    "generate": Act(("generate {place} --prompt def --tokens 12 --seed 3",), lambda case, output: output, _RUN),
+    "serve": serve,
+    "export --out": Act(("export {decoder} --out {place}",), weights("{place}")),
+    "export WORKDIR": Act(("export {place} --out {folder}/hf",), weights("{folder}/hf"), _RUN),
+    "import": Act(
+        ("import {folder}/from/{name} --out {place}",), weights("{place}"), {"{folder}/from/{name}": "{exported}"}
+    ),
+    "convert --out": Act(("convert {decoder} --form mean-field --out {place}",), arrays("{place}", 8)),
+    "convert WORKDIR": Act(("convert {place} --form mean-field --out {out}",), arrays("{out}", 8), _RUN),
+    "grow": Act(
+        ("grow {place} --set width=32 --out {out}", "train --resume --workdir {out} --steps 10"),
+        left("{out}", 10),
+        _RUN,
+    ),
+    "checkpoints": Act(("checkpoints {place} --verify --json {out}",), numbers("{out}"), _RUN),
+    "noise": Act(("noise {place} --batches 4 --json {folder}/n.json",), numbers("{folder}/n.json"), _RUN),
+    "text:FILE": train_on("text:{place}", copies=_TEXT),
+    "text:FOLDER": train_on("text:{place}", copies={"{place}/{name}/a.txt": "{text}", "{place}/b.txt": "{text}"}),
+    "files in text:FOLDER": train_on("text:{folder}/texts", copies={"{folder}/texts/{name}": "{text}"}),
+    "records:FOLDER": train_on("records:{place}", copies={"{place}/rows.jsonl": "{rows}"}),
+    "images:FOLDER": Act(
+        (f"train {IMAGES} --data.name=images:{_PICTURES} {_IMAGES}",),
+        left("{folder}/run", 4),
+        {_PICTURES: "{pictures}"},
+    ),
+    "classes in images:FOLDER": Act(
+        (f"train {IMAGES} --data.name=images:{{folder}}/set {_IMAGES}", "eval {folder}/run"),
+        lambda case, _: {name: x["shape"] for name, x in tiny_runs.left_arrays(case.folder / "run", 4).items()},
+        {"{folder}/set/{name}": "{pictures}/red", "{folder}/set/zzz": "{pictures}/green"},
+    ),
+    "predict": Act(
+        (f"predict {{place}} {_PICTURES} one.png --json",),
+        lambda case, output: [numbers_of(json.loads(line)) for line in output.splitlines()],
+        {"{place}": "{images}", _PICTURES: "{pictures}", "{folder}/one.png": "{pictures}/red/0.png"},
+    ),
+    "finetune": Act(
+        (f"finetune {_PICTURES} --from {{place}} --steps 3 --data.batch-size 4 --workdir {{folder}}/tuned",),
+        left("{folder}/tuned", 3),
+        {"{place}": "{images}", _PICTURES: "{pictures}"},
+    ),
+    "--init-from": train_on("text:{text}", "--init-from={place}", copies={"{place}": "{imported}"}),
+    "--config in a folder": config_in_a_folder,
+    "--config FILE": config_by_its_name,
+    "sweep": Act(
+        (f"sweep {_STUDY} --lr 2^-9:2^-7:2 --out {{place}}",),
+        lambda case, _: sorted(
+            point["loss"] for point in json.loads((case.place / "sweep.json").read_text())["points"]
+        ),
+    ),
+    "tune": Act((f"tune {_STUDY} {_TUNE} --out {{place}}",), lambda case, _: names_in(case.place)),
+    "transfer": Act(
+        (f"transfer {_STUDY} --grow head_dim=4,8 --seeds 2 --max-seeds 2 --minutes 1 --out {{place}}",),
+        lambda case, _: names_in(case.place, (".html", ".png")),
+    ),
+    "plan --out": Act(
+        (f"plan {DECODER} --data.name text:{{text}} --out {{place}}",),
+        lambda case, _: json.loads(case.place.read_text()).keys() != set(),
+    ),
+    "check --json --figure": Act(
+        ("check lm-proxy --sizes 2 --seeds 2 --json {place} --figure {folder}/out/{short}.png",),
+        lambda case, _: [json_numbers(case.place), case.path("{folder}/out/{short}.png").stat().st_size > 0],
+        codes=(0, 1),
+    ),
+    "balance": Act(
+        (
+            "presets balance vit-proxy --optimizer sgd --out {folder}/{short}.json",
+            "presets table {folder}/{short}.json --model vit-proxy --optimizer sgd",
+        ),
+        numbers("{folder}/{short}.json"),
+    ),
+    "data prepare": Act(("data prepare text:{place}",), lambda case, output: printed(output, "token"), _TEXT),
+    "data show": Act(("data show text:{place}",), lambda case, output: len(output.splitlines()) > 1, _TEXT),
+    "data tokenizer": Act(
+        ("data tokenizer text:{out}/t.txt --size 300 --out {folder}/{short}.json",),
+        lambda case, _: list(digests(case.folder, f"{case.name[:250]}.json").values()),
+        {"{out}/t.txt": "{text}"},
+    ),
+    "--data.tokenizer": Act(
+        (
+            f"{TRAIN} --steps 4 --workdir {{folder}}/run --data.tokenizer={{place}}/tokenizer.json --model.vocab-size 300",
+            "generate {folder}/run --prompt def --tokens 4",
+        ),
+        left("{folder}/run", 4),
+        {"{place}/tokenizer.json": "{tokenizer}"},
+    ),
+    "push --dry-run": Act(
+        ("push {place} --to user/name --dry-run",),
+        lambda case, output: printed(output, "model.safetensors", "config.json"),
+        _RUN,
+    ),
+    "--data.data-dir": train_on("text:{text}", "--data.data-dir={place}"),
+    "folders named in the environment": train_on(
+        "text:{text}", environ={variable: f"{{place}}/{variable}" for variable in _CACHES}
+    ),
+    "working directory": Act(
+        (
+            f"train {DECODER} --data.name text:t.txt --steps 4",
+            "generate runs/lm-tiny --prompt a --tokens 4",
+        ),
+        left("{place}/runs/lm-tiny", 4),
+        {"{place}/t.txt": "{text}"},
+        cwd="{place}",
+    ),
+}
+"""Every command with its trials' name."""
 QUICK = (
-    "eval WORKDIR --json",
-    "eval WORKDIR/checkpoints/STEP",
-    "eval --data.name",
-    "export --out",
-    "export WORKDIR",
-    "import",
-    "convert --out",
-    "convert WORKDIR",
-    "checkpoints",
-    "--config FILE",
-    "plan --out",
-    "data prepare",
-    "data show",
-    "data tokenizer",
-    "push --dry-run",
+    *("eval WORKDIR --json", "eval WORKDIR/checkpoints/STEP", "eval --data.name", "export --out", "export WORKDIR"),
+    *("import", "convert --out", "convert WORKDIR", "checkpoints", "--config FILE", "plan --out", "data prepare"),
+    *("data show", "data tokenizer", "push --dry-run"),
 )
 """Commands of about a second."""
 SLOW = (
-    "train, resume",
-    "two processes",
-    "resume a moved run",
-    "grow",
-    "images:FOLDER",
-    "classes in images:FOLDER",
-    "predict",
-    "finetune",
-    "sweep",
-    "tune",
-    "transfer",
-    "check --json --figure",
-    "balance",
-    "working directory",
-    "folders named in the environment",
-    "--data.data-dir",
-    "--init-from",
+    *("train, resume", "two processes", "resume a moved run", "grow", "images:FOLDER", "classes in images:FOLDER"),
+    *("predict", "finetune", "sweep", "tune", "transfer", "check --json --figure", "balance", "working directory"),
+    *("folders named in the environment", "--data.data-dir", "--init-from"),
 )
 """Commands that are tried with two names."""
-
-ACTS: dict[str, Callable[[Case], Any]] = {
-    TRAINED: train,
-    "train, resume": train_and_resume,
-    "two processes": two_processes,
-    "resume a moved run": resume_moved,
-    "train --dry-run": dry_run,
-    "relative names": relative_name,
-    "eval WORKDIR --json": evaluate,
-    "eval WORKDIR/checkpoints/STEP": evaluate_step,
-    "eval --data.name": evaluate_on_set,
-    "generate": generate,
-    "serve": serve,
-    "export --out": export,
-    "export WORKDIR": export_from,
-    "import": import_weights,
-    "convert --out": convert,
-    "convert WORKDIR": convert_from,
-    "grow": grow,
-    "checkpoints": checkpoints,
-    "noise": noise,
-    "text:FILE": text_file,
-    "text:FOLDER": text_folder,
-    "files in text:FOLDER": text_in_folder,
-    "records:FOLDER": records,
-    "images:FOLDER": images,
-    "classes in images:FOLDER": image_class,
-    "predict": predict,
-    "finetune": finetune,
-    "--init-from": init_from,
-    "--config in a folder": config_file,
-    "--config FILE": config_by_its_name,
-    "sweep": sweep,
-    "tune": tune,
-    "transfer": transfer,
-    "plan --out": plan,
-    "check --json --figure": check,
-    "balance": balance,
-    "data prepare": prepare,
-    "data show": show,
-    "data tokenizer": tokenizer,
-    "--data.tokenizer": with_tokenizer,
-    "push --dry-run": push,
-    "--data.data-dir": data_folder,
-    "folders named in the environment": environment_folders,
-    "working directory": working_directory,
-}
-"""Every command with its trials' name."""
-
-
-# Ways of writing a path to a folder with a plain name
-
-
-def short_run(case: Case, word: str, place: Path) -> Any:
-    """Train and evaluate a workdir as it is written."""
-    name = f"text:{case.inputs.text}"
-    case.run("train", *DECODER, "--data.name", name, "--steps", "4", "--workdir", word)
-    case.run("eval", word)
-    return case.left(place, 4)
-
-
-def absolute(case: Case) -> Any:
-    """Write the workdir from the root."""
-    return short_run(case, str(case.place), case.place)
-
-
-def trailing_slash(case: Case) -> Any:
-    """Write a slash after the workdir."""
-    return short_run(case, f"{case.place}/", case.place)
-
-
-def two_slashes(case: Case) -> Any:
-    """Write two slashes in the workdir."""
-    return short_run(case, f"{case.folder}//{case.name}", case.place)
-
-
-def dot_in_the_middle(case: Case) -> Any:
-    """Write a dot in the workdir."""
-    return short_run(case, f"{case.folder}/./{case.name}", case.place)
-
-
-def one_up(case: Case) -> Any:
-    """Write a workdir that goes into a folder and up again."""
-    (case.folder / "side").mkdir()
-    return short_run(case, f"{case.folder}/side/../{case.name}", case.place)
-
-
-def up_from_a_link(case: Case) -> Any:
-    """Write a workdir that goes up from where a link leads."""
-    (case.folder / "far" / "deep").mkdir(parents=True)
-    (case.folder / "link").symlink_to(case.folder / "far" / "deep")
-    return short_run(case, f"{case.folder}/link/../{case.name}", case.folder / "far" / case.name)
-
-
-def link_to_a_folder(case: Case) -> Any:
-    """Write a link as workdir."""
-    (case.folder / "[real]").mkdir()
-    case.place.symlink_to(case.folder / "[real]")
-    return short_run(case, str(case.place), case.folder / "[real]")
-
-
-def this_folder(case: Case) -> Any:
-    """Write the working directory as workdir."""
-    case.place.mkdir()
-    case.run(
-        "train", *DECODER, "--data.name", f"text:{case.inputs.text}", "--steps", "4", "--workdir", ".", cwd=case.place
-    )
-    return case.left(case.place, 4)
-
-
-def home(case: Case) -> Any:
-    """Write a workdir in the home folder."""
-    words = ["train", *DECODER, "--data.name", f"text:{case.inputs.text}", "--steps", "4"]
-    case.run(*words, "--workdir", f"~/{case.name}", environ={"HOME": str(case.folder)})
-    return case.left(case.place, 4)
-
-
-def deep(case: Case) -> Any:
-    """Write a workdir of 1,800 characters."""
-    place = case.folder.joinpath(*["[d]" * 60] * 9, case.name)
-    return short_run(case, str(place), place)
-
-
+_DEEP = "/".join(["{folder}", *["[d]" * 60] * 9, "{name}"])
 WAYS: dict[str, Callable[[Case], Any]] = {
-    "absolute": absolute,
-    "trailing slash": trailing_slash,
-    "two slashes": two_slashes,
-    "a dot": dot_in_the_middle,
-    "one up": one_up,
-    "up from a link": up_from_a_link,
-    "link": link_to_a_folder,
-    "this folder": this_folder,
-    "home": home,
-    "1,800 characters": deep,
+    "absolute": workdir_as("{place}"),
+    "trailing slash": workdir_as("{place}/"),
+    "two slashes": workdir_as("{folder}//{name}"),
+    "a dot": workdir_as("{folder}/./{name}"),
+    "one up": workdir_as("{folder}/side/../{name}", folders=("{folder}/side",)),
+    "up from a link": workdir_as(
+        "{folder}/link/../{name}", "{folder}/far/{name}", links={"{folder}/link": "{folder}/far/deep"}
+    ),
+    "link": workdir_as("{place}", "{folder}/[real]", links={"{place}": "{folder}/[real]"}),
+    "this folder": Act((f"{TRAIN} --steps 4 --workdir .",), left("{place}", 4), cwd="{place}"),
+    "home": Act((f"{TRAIN} --steps 4 --workdir ~/{{name}}",), left("{place}", 4), environ={"HOME": "{folder}"}),
+    "1,800 characters": workdir_as(_DEEP, _DEEP),
 }
-"""Ways of writing the workdir."""
+"""Ways of writing the workdir, whose folder has a plain name."""

@@ -7,7 +7,6 @@ every screen. What is resumed afterwards must end with those bits too.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from scripts.campaigns import tiny_runs
 from scripts.campaigns.edges import trial
 from scripts.campaigns.edges.trial import BOUND_S, Ended, Outcome, Trial
 from scripts.campaigns.injection import clock, links
-from scripts.campaigns.processes import at_call
+from scripts.campaigns.injection.calls import Action, option, strike, struck, variable, when, with_result
 from scripts.campaigns.tiny_runs import Session
 
 STEPS, EVERY = 8, 4
@@ -39,10 +39,8 @@ _COMPILE = "mupax.train.core.program", "Program.compile_train"
 _INPUTS = "mupax.train.core.program", "Program.step_inputs"
 _STALLED = "--faults.collective-seconds"
 
-Action = Callable[[], object]
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Case(tiny_runs.Case):
     """A decoder on two processes, whose parameters are copies (`data`) or parts (`fsdp`)."""
 
@@ -61,7 +59,7 @@ class Case(tiny_runs.Case):
         return [*words.split(), "--log.no-tensorboard", *mesh, *self.more]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Fault:
     """Something that happens to processes of a run.
 
@@ -88,25 +86,6 @@ class Fault:
     unsaved: int | None = None
 
 
-def when(place: tuple[str, str], call: int, action: Action) -> Action:
-    """Return what has an action done at a call of a function, just before it."""
-
-    def sick() -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strike()
-            action()
-            return real(*args, **options)
-
-        at_call(*place, call, wrapped)
-
-    return sick
-
-
-def strike() -> None:
-    """Note in a file that the fault has come now."""
-    Path(os.environ["STRUCK"]).touch()
-
-
 def stop_for(seconds: float | None) -> Action:
     """Return what stops this process with all its threads, as a debugger does; for good if `seconds` is `None`."""
 
@@ -120,49 +99,9 @@ def stop_for(seconds: float | None) -> Action:
     return action
 
 
-def with_option(name: str, value: Any) -> Action:
-    """Return what sets an option of JAX otherwise."""
-
-    def sick() -> None:
-        import jax
-
-        strike()
-        jax.config.update(name, value)
-
-    return sick
-
-
-def with_variable(name: str, value: str) -> Action:
-    """Return what sets a variable of the environment otherwise."""
-
-    def sick() -> None:
-        strike()
-        os.environ[name] = value
-
-    return sick
-
-
 def with_words(*words: str) -> Action:
     """Return what adds flags to the command line of a process."""
-
-    def sick() -> None:
-        strike()
-        sys.argv += words
-
-    return sick
-
-
-def with_result(place: tuple[str, str], change: Callable[[Any], Any]) -> Action:
-    """Return what changes the result of a function's first call."""
-
-    def sick() -> None:
-        def wrapped(real: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            strike()
-            return change(real(*args, **options))
-
-        at_call(*place, 1, wrapped)
-
-    return sick
+    return struck(lambda: sys.argv.extend(words))
 
 
 def flipped(array: Any) -> Any:
@@ -209,7 +148,7 @@ def drifting(step: int, word: str) -> Action:
                     state = flipped_in(state, word)
                 return state, metrics
 
-            return dataclasses.replace(session, step_fn=step_fn)
+            return replace(session, step_fn=step_fn)
 
         loop.compiled = compiled
 
@@ -327,12 +266,12 @@ def _differences() -> list[Fault]:
         "jax_softmax_custom_jvp": True,
     }
     faults = [
-        Fault(f"other {name}", "other options", {1: with_option(name, value)}, name, code=2)
+        Fault(f"other {name}", "other options", {1: struck(option(name, value))}, name, code=2)
         for name, value in options.items()
     ]
     harmless = {"jax_log_compiles": True, "jax_traceback_filtering": "off", "jax_compilation_cache_max_size": 10**9}
     faults += [
-        Fault(f"other {n}, which changes no number", "other options", {1: with_option(n, v)})
+        Fault(f"other {n}, which changes no number", "other options", {1: struck(option(n, v))})
         for n, v in harmless.items()
     ]
     flags = (
@@ -357,7 +296,7 @@ def _differences() -> list[Fault]:
     ]
     variables = {"XLA_FLAGS": "--xla_cpu_enable_fast_math=true", "NVIDIA_TF32_OVERRIDE": "0"}
     faults += [
-        Fault(f"other {name}", "other config", {1: with_variable(name, value)}, f"has {name}=", code=2)
+        Fault(f"other {name}", "other config", {1: struck(variable(name, value))}, f"has {name}=", code=2)
         for name, value in variables.items()
     ]
     faults.append(
@@ -399,12 +338,12 @@ def run(folder: Path, fault: Fault, shared: Path) -> Outcome:
     """Disturb a run, and compare what is left of it, after a resume where it ended, with a run that nobody disturbs."""
     prepare(shared)
     case = Case(mesh=fault.mesh)
-    expected = undisturbed(case, shared)
+    expected = tiny_runs.undisturbed(case, shared, STEPS, f"alone-{case.mesh}", 2 * _GIVE_UP_S)
     struck = folder / "struck"
     os.environ["STRUCK"] = str(struck)
     with_text(folder, shared)
     more = ("--faults.collective-seconds", str(SHORT_S)) if fault.short else ()
-    session = Session(dataclasses.replace(case, more=more), folder, "run", STEPS, fault.sick)
+    session = Session(replace(case, more=more), folder, "run", STEPS, fault.sick)
     seconds = wait(session, fault.dead, struck)
     if not struck.exists():
         return Outcome("wrong", f"the fault never came: {session.output()[-160:]}")
@@ -458,16 +397,6 @@ def with_text(folder: Path, shared: Path) -> None:
         text.symlink_to(shared / "text.txt")
 
 
-def undisturbed(case: Case, shared: Path) -> dict[str, Any]:
-    """Return what a run leaves that nobody touches."""
-    name = f"alone-{case.mesh}"
-    if not (shared / name / "checkpoints" / str(STEPS)).exists():
-        session = Session(case, shared, name, STEPS)
-        if any(session.wait(2 * _GIVE_UP_S)):
-            raise RuntimeError(f"the undisturbed run itself fails: {session.output()[-400:]}")
-    return tiny_runs.left(shared / name, STEPS)
-
-
 # Clocks, in new interpreters: a library that is loaded first answers for the clock.
 
 _JUMPS = {"an hour ahead": 3600, "an hour back": -3600, "ten years ahead": 315_360_000, "back to 2001": -789_000_000}
@@ -491,7 +420,7 @@ def clock_run(folder: Path, shared: Path, index: int, jump: str) -> Outcome:
     of decades for the death of all. C++ prints its own lines before that message, which is no crash: the exit code is 1.
     """
     prepare(shared)
-    expected = undisturbed(Case(), shared)
+    expected = tiny_runs.undisturbed(Case(), shared, STEPS, "alone-data", 2 * _GIVE_UP_S)
     with_text(folder, shared)
     codes, outputs = _clock_session(folder, shared, index, _JUMPS[jump])
     if None in codes:
@@ -552,7 +481,7 @@ _POINT = "mupax.train.studies.sweep.rows", "Rows.add"
 _POINT_STEP = "mupax.train.studies.sweep.work", "Work.train"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Study(tiny_runs.Case):
     """A study of one process."""
 
@@ -575,7 +504,7 @@ def _of_studies(shared: Path) -> list[Trial]:
             "stopped for 3 s": partial(passes, sick=when(_POINT, 2, stop_for(3.0))),
             "slow by 5 s": partial(passes, sick=when(_POINT_STEP, 2, partial(time.sleep, 5.0))),
             "other random numbers when it goes on": partial(
-                other_environment, sick=with_option("jax_default_prng_impl", "rbg"), name="jax_default_prng_impl"
+                other_environment, sick=struck(option("jax_default_prng_impl", "rbg")), name="jax_default_prng_impl"
             ),
             "the variables of a launcher of two processes": partial(passes, sick=_launched),
         }.items():

@@ -6,8 +6,8 @@ with the text that it had at first, and has printed no traceback.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
-import contextlib
 import functools
 import http.client
 import json
@@ -20,12 +20,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scripts.campaigns.edges.trial import Outcome, Trial, judge, mupax, start
+from scripts.campaigns.edges.trial import Outcome, Trial, judge, mupax, right, start
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -43,17 +45,18 @@ BODIES_MIB = 400
 def trials(shared: Path, seed: int) -> list[Trial]:
     """Return the trials: values, bodies, heads, paths, texts, clients that leave, load, failures, and the command itself."""
     server = Shared(shared)
-    return [
-        *value_trials(server),
-        *body_trials(server),
-        *head_trials(server),
-        *path_trials(server),
-        *text_trials(server, seed),
-        *leaving_trials(server),
-        *load_trials(server),
-        *failure_trials(server),
-        *command_trials(server),
-    ]
+    groups = {
+        "values": value_runs(),
+        "bodies": {name: partial(posted, fields=body, codes=(status,)) for name, (body, status) in BODIES.items()},
+        "heads": head_runs(),
+        "paths": {name: partial(path_outcome, asked=asked) for name, asked in PATHS.items()},
+        "texts": text_runs(seed),
+        "clients that leave": {name: partial(leaving_outcome, **how) for name, how in LEAVING.items()},
+        "load": LOADS,
+    }
+    listed = [shared_trial(server, group, name, run) for group, runs in groups.items() for name, run in runs.items()]
+    listed.append(Trial(f"load: {REQUESTS} requests", "load", partial(memory_outcome, server)))
+    return [*listed, *failure_trials(server), *command_trials(server)]
 
 
 class Running:
@@ -66,6 +69,7 @@ class Running:
     def __init__(self, model: Path, *flags: str) -> None:
         words = ["serve", str(model), "--port", "0", *flags]
         self.process = start(words)
+        atexit.register(self.process.kill)
         self._lines: list[str] = []
         self._is_ready = threading.Event()
         self.port = 0
@@ -118,14 +122,14 @@ class Running:
         received = b""
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as client,
-            contextlib.suppress(ConnectionError),
+            suppress(ConnectionError),
         ):
             client.sendall(sent)
             while part := client.recv(1 << 16):
                 received += part
         return received
 
-    @contextlib.contextmanager
+    @contextmanager
     def asking(self, fields: Any, sent: slice = slice(None)) -> Iterator[socket.socket]:
         """A client that has sent a request, or a part of it, and that leaves at the end."""
         content = json.dumps(fields).encode()
@@ -171,9 +175,14 @@ class Shared:
         self.expected = running.post(ORDINARY)[1]["choices"]
         return running
 
-    def started(self, *flags: str) -> Running:
-        """Return a server of the same model for one trial alone."""
-        return Running(self.model, *self.flags, *flags)
+    @contextmanager
+    def started(self, *flags: str) -> Iterator[Running]:
+        """Run a server of the same model for one trial alone."""
+        running = Running(self.model, *self.flags, *flags)
+        try:
+            yield running
+        finally:
+            running.stop()
 
     def check(self, running: Running, outcome: Outcome) -> Outcome:
         """Return the outcome, or what is wrong with the server after it."""
@@ -303,25 +312,25 @@ MESSAGES: dict[str, Any] = {
 }
 
 
-def value_trials(server: Shared) -> list[Trial]:
-    """Return trials of one field each that has a wrong or an extreme value."""
-    listed = []
+def value_runs() -> dict[str, Callable[[Running], Outcome]]:
+    """Return requests of one field each that has a wrong or an extreme value, by the names of their trials."""
+    runs = {}
     for codes, values in (((400, 404), VALUES), ((200,), RIGHT_VALUES)):
         for field, by_name in values.items():
+            shown = field.encode("unicode_escape").decode()
             for name, value in by_name.items():
-                fields = {**ORDINARY, field: value}
-                shown = field.encode("unicode_escape").decode()
-                listed.append(value_trial(server, f"{shown} {name}", fields, codes))
+                runs[f"{shown} {name}"] = partial(posted, fields={**ORDINARY, field: value}, codes=codes)
     for name, messages in MESSAGES.items():
-        listed.append(value_trial(server, f"messages {name}", {"messages": messages, "max_tokens": 4}, (400,), CHAT))
+        fields = {"messages": messages, "max_tokens": 4}
+        runs[f"messages {name}"] = partial(posted, fields=fields, codes=(400,), path=CHAT)
     several = {**ORDINARY, "prompt": ["a", "b"], "seed": 2**63 - 1}
-    listed.append(value_trial(server, "seed largest with two prompts", several, (400,)))
-    return listed
+    runs["seed largest with two prompts"] = partial(posted, fields=several, codes=(400,))
+    return runs
 
 
-def value_trial(server: Shared, name: str, fields: Any, codes: Sequence[int], path: str = COMPLETIONS) -> Trial:
-    """Return a trial of one body."""
-    return shared_trial(server, "values", name, lambda running: status_outcome(*running.post(fields, path), codes))
+def posted(running: Running, fields: Any, codes: Sequence[int], path: str = COMPLETIONS) -> Outcome:
+    """Send a body, and judge its status."""
+    return status_outcome(*running.post(fields, path), codes)
 
 
 # Bodies
@@ -355,19 +364,6 @@ BODIES: dict[str, tuple[bytes, int]] = {
     "16 MB of text": (b'{"prompt": "' + b"a" * 16_000_000 + b'"}', 400),
     "17 MB": (b" " * ((1 << 24) + 1), 413),
 }
-
-
-def body_trials(server: Shared) -> list[Trial]:
-    """Return trials of whole bodies."""
-    listed = []
-    for name, (body, status) in BODIES.items():
-        listed.append(shared_trial(server, "bodies", name, functools.partial(body_outcome, body=body, status=status)))
-    return listed
-
-
-def body_outcome(running: Running, body: bytes, status: int) -> Outcome:
-    """Send a body."""
-    return status_outcome(*running.post(body), (status,))
 
 
 # Heads
@@ -435,14 +431,10 @@ RIGHT_HEADS: dict[str, bytes] = {
 }
 
 
-def head_trials(server: Shared) -> list[Trial]:
-    """Return trials of heads that are wrong, or that two readers may read in two ways."""
-    listed = []
-    for name, (sent, codes) in HEADS.items():
-        listed.append(shared_trial(server, "heads", name, functools.partial(head_outcome, sent=sent, codes=codes)))
-    for name, sent in RIGHT_HEADS.items():
-        listed.append(shared_trial(server, "heads", name, functools.partial(right_head_outcome, sent=sent)))
-    return listed
+def head_runs() -> dict[str, Callable[[Running], Outcome]]:
+    """Return requests whose heads are wrong, or that two readers may read in two ways, by the names of their trials."""
+    wrong = {name: partial(head_outcome, sent=sent, codes=codes) for name, (sent, codes) in HEADS.items()}
+    return wrong | {name: partial(right_head_outcome, sent=sent) for name, sent in RIGHT_HEADS.items()}
 
 
 def head_outcome(running: Running, sent: bytes, codes: Sequence[int]) -> Outcome:
@@ -460,7 +452,7 @@ def right_head_outcome(running: Running, sent: bytes) -> Outcome:
     """Send a request that is right."""
     received = running.raw(sent)
     is_right = b" 200 " in received.partition(b"HTTP/1.1 100 Continue\r\n\r\n")[2][:20] or b" 200 " in received[:20]
-    return Outcome("ok" if is_right else "wrong", repr(received[:100]))
+    return right(is_right, repr(received[:100]))
 
 
 # Paths and methods
@@ -489,22 +481,11 @@ PATHS: dict[str, tuple[str, str, int]] = {
 }
 
 
-def path_trials(server: Shared) -> list[Trial]:
-    """Return trials of paths and methods."""
-    listed = []
-    for name, (method, path, status) in PATHS.items():
-        listed.append(
-            shared_trial(
-                server, "paths", name, functools.partial(path_outcome, method=method, path=path, status=status)
-            )
-        )
-    return listed
-
-
-def path_outcome(running: Running, method: str, path: str, status: int) -> Outcome:
+def path_outcome(running: Running, asked: tuple[str, str, int]) -> Outcome:
     """Ask for a path without a body."""
-    got, _ = running.ask(method, path)
-    return Outcome("ok" if got == status else "wrong", str(got))
+    method, path, expected = asked
+    status, _ = running.ask(method, path)
+    return right(status == expected, str(status))
 
 
 # Texts alone and among others
@@ -530,14 +511,13 @@ KINDS: dict[str, dict[str, Any]] = {
 CROWDS = {"8 of the same": 8, "3 endless texts": 3, "clients that leave": 4}
 
 
-def text_trials(server: Shared, seed: int) -> list[Trial]:
-    """Return trials in which a request gets the text that it gets alone, whatever others ask for at the time."""
-    listed = []
+def text_runs(seed: int) -> dict[str, Callable[[Running], Outcome]]:
+    """Return requests that get the text that they get alone, whatever others ask for at the time."""
+    runs = {}
     for name, fields in KINDS.items():
         for crowd in CROWDS:
-            run = functools.partial(text_outcome, fields=fields, crowd=crowd, seed=seed)
-            listed.append(shared_trial(server, "texts", f"{name}, {crowd}", run))
-    return listed
+            runs[f"{name}, {crowd}"] = partial(text_outcome, fields=fields, crowd=crowd, seed=seed)
+    return runs
 
 
 def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int) -> Outcome:
@@ -548,7 +528,7 @@ def text_outcome(running: Running, fields: dict[str, Any], crowd: str, seed: int
         del fields_sent["prompt"]
     alone = texts_of(running.post(fields_sent, path))
     count = CROWDS[crowd]
-    with contextlib.ExitStack() as clients:
+    with ExitStack() as clients:
         if crowd == "8 of the same":
             with concurrent.futures.ThreadPoolExecutor(count) as pool:
                 together = [
@@ -584,35 +564,56 @@ def texts_of(answer: tuple[int, Any]) -> Any:
 # Clients that leave
 
 
-def leaving_trials(server: Shared) -> list[Trial]:
-    """Return trials of clients that close their connection at some moment."""
-    long = {**ENDLESS, "prompt": "ab"}
-    moments: dict[str, Callable[[Running], None]] = {
-        "before a byte": lambda running: leave(running, long, 0),
-        "in the head": lambda running: leave(running, long, 40),
-        "in the body": lambda running: leave(running, long, -10),
-        "at once": lambda running: leave(running, long),
-        "while generating": lambda running: leave(running, long, wait_s=0.3),
-        "by a reset": lambda running: leave(running, long, wait_s=0.3, reset=True),
-        "while streaming": lambda running: leave(running, {**long, "stream": True}, read=2000),
-        "streaming, by a reset": lambda running: leave(running, {**long, "stream": True}, read=2000, reset=True),
-        "before a stream is read": lambda running: leave(running, {**long, "stream": True}),
-        "with 32 texts": lambda running: leave(running, {**long, "n": 32}, wait_s=0.3),
-        "with 32 prompts": lambda running: leave(running, {**long, "prompt": ["a"] * 32}, wait_s=0.3),
-        "before logprobs": lambda running: leave(running, {**ORDINARY, "n": 32, "logprobs": 5}, wait_s=0.05),
-        "four at once": lambda running: leave(running, long, wait_s=0.3, count=4),
-        "forty, most of them in the queue": lambda running: leave(running, long, wait_s=0.5, count=40),
-        "a hundred at once": lambda running: leave(running, long, count=100),
-    }
-    listed = []
-    for name, run in moments.items():
-        listed.append(shared_trial(server, "clients that leave", name, functools.partial(leaving_outcome, run=run)))
-    return listed
+LONG = {**ENDLESS, "prompt": "ab"}
+STREAMED = {**LONG, "stream": True}
+LEAVING: dict[str, dict[str, Any]] = {
+    "before a byte": {"sent": 0},
+    "in the head": {"sent": 40},
+    "in the body": {"sent": -10},
+    "at once": {},
+    "while generating": {"wait_s": 0.3},
+    "by a reset": {"wait_s": 0.3, "reset": True},
+    "while streaming": {"fields": STREAMED, "read": 2000},
+    "streaming, by a reset": {"fields": STREAMED, "read": 2000, "reset": True},
+    "before a stream is read": {"fields": STREAMED},
+    "with 32 texts": {"fields": {**LONG, "n": 32}, "wait_s": 0.3},
+    "with 32 prompts": {"fields": {**LONG, "prompt": ["a"] * 32}, "wait_s": 0.3},
+    "before logprobs": {"fields": {**ORDINARY, "n": 32, "logprobs": 5}, "wait_s": 0.05},
+    "four at once": {"wait_s": 0.3, "count": 4},
+    "forty, most of them in the queue": {"wait_s": 0.5, "count": 40},
+    "a hundred at once": {"count": 100},
+}
+"""Clients that close their connection at some moment: name to what `leaving_outcome` takes."""
 
 
-def leaving_outcome(running: Running, run: Callable[[Running], None]) -> Outcome:
-    """Let clients leave, and measure how long two tokens then take."""
-    run(running)
+def leaving_outcome(
+    running: Running,
+    fields: Any = LONG,
+    sent: int | None = None,
+    wait_s: float = 0.0,
+    read: int = 0,
+    reset: bool = False,
+    count: int = 1,
+) -> Outcome:
+    """Let clients ask and leave, and measure how long two tokens then take.
+
+    Args:
+        sent: bytes of the request that are sent; all unless given.
+        wait_s: time until the client leaves.
+        read: bytes that it reads before.
+        reset: leave by a reset of the connection.
+        count: clients that do so at once.
+    """
+    with ExitStack() as clients:
+        asking = [clients.enter_context(running.asking(fields, slice(sent))) for _ in range(count)]
+        for client in asking:
+            received = 0
+            while received < read:
+                received += len(client.recv(1 << 12))
+        time.sleep(wait_s)
+        for client in asking:
+            if reset:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     began = time.monotonic()
     status, _ = running.post({**ORDINARY, "max_tokens": 2})
     while status == 503 and time.monotonic() - began < 20:
@@ -624,62 +625,7 @@ def leaving_outcome(running: Running, run: Callable[[Running], None]) -> Outcome
     return Outcome("ok", f"two tokens after {seconds:.1f} s")
 
 
-def leave(
-    running: Running,
-    fields: Any,
-    sent: int | None = None,
-    *,
-    wait_s: float = 0.0,
-    read: int = 0,
-    reset: bool = False,
-    count: int = 1,
-) -> None:
-    """Ask and leave.
-
-    Args:
-        sent: bytes of the request that are sent; all unless given.
-        wait_s: time until the client leaves.
-        read: bytes that it reads before.
-        reset: leave by a reset of the connection.
-        count: clients that do so at once.
-    """
-    with contextlib.ExitStack() as clients:
-        asking = [clients.enter_context(running.asking(fields, slice(sent))) for _ in range(count)]
-        for client in asking:
-            received = 0
-            while received < read:
-                received += len(client.recv(1 << 12))
-        time.sleep(wait_s)
-        for client in asking:
-            if reset:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
 # Load
-
-
-def load_trials(server: Shared) -> list[Trial]:
-    """Return trials of many clients at once, of slow ones, and of memory."""
-    runs: dict[str, Callable[[Running], Outcome]] = {
-        "8 clients": functools.partial(clients_outcome, count=8),
-        "40 clients": functools.partial(clients_outcome, count=40),
-        "200 clients": functools.partial(clients_outcome, count=200),
-        "8 clients of 32 texts": functools.partial(clients_outcome, count=8, fields={"n": 32}),
-        "a short request among 8 endless ones": functools.partial(among_endless_outcome, count=8),
-        "a short request among 30 endless ones": functools.partial(among_endless_outcome, count=30),
-        "a short request beside 32 endless texts": functools.partial(among_endless_outcome, count=1, fields={"n": 32}),
-        "health among 60 endless ones": functools.partial(among_endless_outcome, count=60, health=True),
-        "more connections than there may be": connections_outcome,
-        "a client that reads nothing": functools.partial(reading_nothing_outcome, fields={**ENDLESS, "stream": True}),
-        "heads that come slowly": slow_heads_outcome,
-        "bodies that come slowly": slow_bodies_outcome,
-        "40 bodies of 15 MB": bodies_outcome,
-        "200 requests on one connection": one_connection_outcome,
-        "20 requests sent at once on one connection": pipelined_outcome,
-    }
-    listed = [shared_trial(server, "load", name, run) for name, run in runs.items()]
-    listed.append(Trial(f"load: {REQUESTS} requests", "load", functools.partial(memory_outcome, server)))
-    return listed
 
 
 def clients_outcome(running: Running, count: int, fields: Any = None) -> Outcome:
@@ -699,7 +645,7 @@ def clients_outcome(running: Running, count: int, fields: Any = None) -> Outcome
 
 def among_endless_outcome(running: Running, count: int, fields: Any = None, health: bool = False) -> Outcome:
     """Ask for two tokens while others ask for texts without an end."""
-    with contextlib.ExitStack() as clients:
+    with ExitStack() as clients:
         for _ in range(count):
             clients.enter_context(running.asking({**ENDLESS, **(fields or {})}))
         time.sleep(0.5)
@@ -715,26 +661,26 @@ def among_endless_outcome(running: Running, count: int, fields: Any = None, heal
 
 def connections_outcome(running: Running) -> Outcome:
     """Open more connections than the server takes. It answers 503, and goes on when they are closed."""
-    with contextlib.ExitStack() as clients:
+    with ExitStack() as clients:
         for _ in range(600):
             clients.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=30))
         status, _ = running.ask("GET", "/health")
     time.sleep(1)
     after, _ = running.ask("GET", "/health")
-    return Outcome("ok" if (status, after) == (503, 200) else "wrong", f"{status}, and {after} after they had left")
+    return right((status, after) == (503, 200), f"{status}, and {after} after they had left")
 
 
-def reading_nothing_outcome(running: Running, fields: Any) -> Outcome:
+def reading_nothing_outcome(running: Running) -> Outcome:
     """Ask for a long stream and read nothing of it, while others are answered."""
-    with running.asking(fields):
+    with running.asking({**ENDLESS, "stream": True}):
         time.sleep(2)
         status, _ = running.post(ORDINARY)
-    return Outcome("ok" if status == 200 else "wrong", str(status))
+    return right(status == 200, str(status))
 
 
 def slow_heads_outcome(running: Running) -> Outcome:
     """Begin 50 heads and send nothing more. The server closes the connections, and answers others meanwhile."""
-    with contextlib.ExitStack() as clients:
+    with ExitStack() as clients:
         slow = [clients.enter_context(running.asking(ORDINARY, slice(30))) for _ in range(50)]
         status, _ = running.post(ORDINARY)
         began = time.monotonic()
@@ -743,17 +689,17 @@ def slow_heads_outcome(running: Running) -> Outcome:
             if client.recv(10) != b"":
                 return Outcome("wrong", "a head that is not complete was answered")
         seconds = time.monotonic() - began
-    return Outcome("ok" if status == 200 else "wrong", f"cut off after {seconds:.0f} s; others were {status}")
+    return right(status == 200, f"cut off after {seconds:.0f} s; others were {status}")
 
 
 def slow_bodies_outcome(running: Running) -> Outcome:
     """Declare ten bodies of 16 MB and send little of them, while others are answered."""
-    with contextlib.ExitStack() as clients:
+    with ExitStack() as clients:
         for _ in range(10):
             client = clients.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=60))
             client.sendall(head("Content-Length: 16000000") + b"{")
         status, _ = running.post(ORDINARY)
-    return Outcome("ok" if status == 200 else "wrong", str(status))
+    return right(status == 200, str(status))
 
 
 def bodies_outcome(running: Running) -> Outcome:
@@ -771,7 +717,7 @@ def bodies_outcome(running: Running) -> Outcome:
     after = running.memory_mib()
     detail = f"{before:.0f} MiB before, {peak:.0f} at most, {after:.0f} after; {sorted(codes)}"
     is_right = codes <= {400, 503} and peak - before < BODIES_MIB and after - before < BODIES_MIB / 4
-    return Outcome("ok" if is_right else "wrong", detail)
+    return right(is_right, detail)
 
 
 def large_status(running: Running, body: bytes) -> int:
@@ -793,7 +739,7 @@ def one_connection_outcome(running: Running) -> Outcome:
         answer.read()
         counts[answer.status] = counts.get(answer.status, 0) + 1
     connection.close()
-    return Outcome("ok" if counts == {200: 100, 400: 100} else "wrong", str(counts))
+    return right(counts == {200: 100, 400: 100}, str(counts))
 
 
 def pipelined_outcome(running: Running) -> Outcome:
@@ -803,13 +749,32 @@ def pipelined_outcome(running: Running) -> Outcome:
     last = head(f"Content-Length: {len(content)}", "Connection: close") + content
     received = running.raw(request * 19 + last)
     count = received.count(b"HTTP/1.1 200 ")
-    return Outcome("ok" if count == 20 else "wrong", f"{count} of 20 answered")
+    return right(count == 20, f"{count} of 20 answered")
+
+
+LOADS: dict[str, Callable[[Running], Outcome]] = {
+    "8 clients": partial(clients_outcome, count=8),
+    "40 clients": partial(clients_outcome, count=40),
+    "200 clients": partial(clients_outcome, count=200),
+    "8 clients of 32 texts": partial(clients_outcome, count=8, fields={"n": 32}),
+    "a short request among 8 endless ones": partial(among_endless_outcome, count=8),
+    "a short request among 30 endless ones": partial(among_endless_outcome, count=30),
+    "a short request beside 32 endless texts": partial(among_endless_outcome, count=1, fields={"n": 32}),
+    "health among 60 endless ones": partial(among_endless_outcome, count=60, health=True),
+    "more connections than there may be": connections_outcome,
+    "a client that reads nothing": reading_nothing_outcome,
+    "heads that come slowly": slow_heads_outcome,
+    "bodies that come slowly": slow_bodies_outcome,
+    "40 bodies of 15 MB": bodies_outcome,
+    "200 requests on one connection": one_connection_outcome,
+    "20 requests sent at once on one connection": pipelined_outcome,
+}
+"""Many clients at once, slow ones, and memory."""
 
 
 def memory_outcome(server: Shared, folder: Path) -> Outcome:
     """Ask a new server for many ordinary texts. Its memory is flat after the first ones."""
-    running = server.started()
-    try:
+    with server.started() as running:
         random = np.random.default_rng(0)
         memory = []
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -822,10 +787,8 @@ def memory_outcome(server: Shared, folder: Path) -> Outcome:
         warm = next(mib for count, mib in memory if count == WARM)
         most = max(mib for count, mib in memory if count >= WARM)
         detail = f"{warm:.1f} MiB after {WARM}, {memory[-1][1]:.1f} after {REQUESTS}, at most {most:.1f}: {most / warm - 1:+.1%}"
-        outcome = Outcome("ok" if most <= FLAT * warm else "wrong", detail)
+        outcome = right(most <= FLAT * warm, detail)
         return server.check(running, outcome)
-    finally:
-        running.stop()
 
 
 def ordinary(random: np.random.Generator, number: int) -> dict[str, Any]:
@@ -854,16 +817,15 @@ def failure_trials(server: Shared) -> list[Trial]:
             "32 texts": {**ORDINARY, "n": 32},
             "a body of 15 MB": b'{"prompt": "' + b"a" * 15_000_000 + b'"}',
         }.items():
-            run = functools.partial(no_memory_outcome, server, room_mib=room_mib, fields=fields)
+            run = partial(no_memory_outcome, server, room_mib=room_mib, fields=fields)
             listed.append(Trial(f"failures: {name} with {room_mib} MiB left", "failures", run))
-    listed.append(Trial("failures: stopped for 15 s", "failures", functools.partial(stopped_outcome, server)))
+    listed.append(Trial("failures: stopped for 15 s", "failures", partial(stopped_outcome, server)))
     return listed
 
 
 def no_memory_outcome(server: Shared, folder: Path, room_mib: int, fields: Any) -> Outcome:
     """Take memory away while a request runs, and give it back. The request is answered, and the server lives on."""
-    running = server.started()
-    try:
+    with server.started() as running:
         server.expected = running.post(ORDINARY)[1]["choices"]
         running.post({**ORDINARY, "n": 32, "logprobs": 20})  # compiled before
         status = Path(f"/proc/{running.process.pid}/status").read_text()
@@ -877,14 +839,11 @@ def no_memory_outcome(server: Shared, folder: Path, room_mib: int, fields: Any) 
             resource.prlimit(running.process.pid, resource.RLIMIT_AS, (-1, -1))
         verdict = "ok" if code in (200, 400, 500, 503) else "wrong"
         return server.check(running, Outcome(verdict, f"{code} without memory"))
-    finally:
-        running.stop()
 
 
 def stopped_outcome(server: Shared, folder: Path) -> Outcome:
     """Stop the server's process while it writes, and let it go on."""
-    running = server.started()
-    try:
+    with server.started() as running:
         with running.asking({**ENDLESS, "stream": True}) as client:
             client.recv(100)
             running.process.send_signal(signal.SIGSTOP)
@@ -892,8 +851,6 @@ def stopped_outcome(server: Shared, folder: Path) -> Outcome:
             running.process.send_signal(signal.SIGCONT)
             client.recv(100)
         return server.check(running, Outcome("ok", "goes on"))
-    finally:
-        running.stop()
 
 
 # The command
@@ -912,15 +869,13 @@ def command_trials(server: Shared) -> list[Trial]:
         "chat-template": ["--data.chat-template", "none.jinja"],
     }
     for name, flags in wrong.items():
-        listed.append(
-            Trial(f"command: a wrong --{name}", "command", functools.partial(refused_outcome, server, flags=flags))
-        )
+        listed.append(Trial(f"command: a wrong --{name}", "command", partial(refused_outcome, server, flags=flags)))
     for number in (signal.SIGINT, signal.SIGTERM):
         for load in ("idle", "generating", "streaming", "compiling"):
-            run = functools.partial(signal_outcome, server, number=number, load=load)
+            run = partial(signal_outcome, server, number=number, load=load)
             listed.append(Trial(f"command: {number.name} while {load}", "command", run))
     for name, flags in {"--max-seconds 1": ["--max-seconds", "1"], "--slots 1": ["--slots", "1"]}.items():
-        listed.append(Trial(f"command: {name}", "command", functools.partial(limited_outcome, server, flags=flags)))
+        listed.append(Trial(f"command: {name}", "command", partial(limited_outcome, server, flags=flags)))
     return listed
 
 
@@ -932,34 +887,29 @@ def refused_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outco
 
 def signal_outcome(server: Shared, folder: Path, number: signal.Signals, load: str) -> Outcome:
     """Send a signal to a server."""
-    running = server.started()
-    try:
-        with contextlib.ExitStack() as clients:
-            if load != "idle":
-                running.post(ORDINARY)
-                fields = {**ENDLESS, "prompt": "ab" if load == "compiling" else "to be", "stream": load == "streaming"}
-                client = clients.enter_context(running.asking(fields))
-                if load == "streaming":
-                    client.recv(100)
-                time.sleep(0.5 if load == "compiling" else 8)
-            began = time.monotonic()
-            code = running.stop(number)
-            seconds = time.monotonic() - began
-    finally:
-        running.process.kill()
+    with server.started() as running, ExitStack() as clients:
+        if load != "idle":
+            running.post(ORDINARY)
+            fields = {**ENDLESS, "prompt": "ab" if load == "compiling" else "to be", "stream": load == "streaming"}
+            client = clients.enter_context(running.asking(fields))
+            if load == "streaming":
+                client.recv(100)
+            time.sleep(0.5 if load == "compiling" else 8)
+        began = time.monotonic()
+        code = running.stop(number)
+        seconds = time.monotonic() - began
     time.sleep(0.2)
     if "Traceback" in running.output or "Exception ignored" in running.output:
         return Outcome("traceback", running.output[-200:])
     is_right = code == 128 + number and seconds < 8  # on a machine with nothing else to do it takes 2 s
-    return Outcome("ok" if is_right else "wrong", f"exit {code} after {seconds:.1f} s")
+    return right(is_right, f"exit {code} after {seconds:.1f} s")
 
 
 def limited_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outcome:
     """Ask a server with a limit for eight texts without an end and one short text."""
-    running = server.started("--max-seconds", "5", *flags)
-    try:
+    with server.started("--max-seconds", "5", *flags) as running:
         running.post({**ENDLESS, "max_tokens": 2})  # which compiles
-        with contextlib.ExitStack() as clients:
+        with ExitStack() as clients:
             for _ in range(8):
                 clients.enter_context(running.asking(ENDLESS))
             began = time.monotonic()
@@ -967,7 +917,5 @@ def limited_outcome(server: Shared, folder: Path, flags: Sequence[str]) -> Outco
             seconds = time.monotonic() - began
         finish = answer["choices"][0]["finish_reason"] if status == 200 else ""
         is_right = (status, finish) == (200, "length") or status == 503
-        outcome = Outcome("ok" if is_right and seconds < 15 else "wrong", f"{status} {finish} after {seconds:.1f} s")
+        outcome = right(is_right and seconds < 15, f"{status} {finish} after {seconds:.1f} s")
         return server.check(running, outcome)
-    finally:
-        running.stop()

@@ -7,8 +7,6 @@ on to the bits of a run that nobody touched.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
 import random
 import re
@@ -19,6 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import ROOT
@@ -129,13 +129,13 @@ class Child:
 
     def maps(self, library: re.Pattern[str]) -> bool:
         """Return True if the process has a library in its memory."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             return bool(library.search(Path(f"/proc/{self.process.pid}/maps").read_text()))
         return False
 
     def hears(self) -> bool:
         """Return True if the process handles SIGTERM, which Python itself does not."""
-        with contextlib.suppress(OSError, IndexError):
+        with suppress(OSError, IndexError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()
             caught = int(status.partition("SigCgt:")[2].split()[0], 16)
             return bool(caught >> (signal.SIGTERM - 1) & 1)
@@ -158,7 +158,7 @@ class Child:
         """
         began = time.monotonic()
         code: int | None = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             code = self.process.wait(seconds)
         waited = time.monotonic() - began
         if code is None:
@@ -169,7 +169,7 @@ class Child:
 
     def left_behind(self) -> str:
         """Return what the ended process has left: processes or temporary folders."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, 0)
             os.killpg(self.process.pid, signal.SIGKILL)
             return "a child process is still running"
@@ -177,7 +177,7 @@ class Child:
         return f"left in TMPDIR: {', '.join(names[:3])}" if names else ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Moment:
     """When a signal is sent: when `reached` is true of the process, after a pause in seconds."""
 
@@ -405,8 +405,7 @@ def trials(shared: Path, seed: int) -> list[Trial]:
         every += _study_trials(inputs, name, command)
     for name, command in LIGHT.items():
         for number in (signal.SIGINT, signal.SIGHUP):
-            run = interrupted(inputs, command, HEARING, [number], True)
-            every.append(_trial(name, number.name, HEARING.name, run))
+            every.append(_planned(name, interrupted, inputs, command, [number], HEARING))
     return [*every, *_data_trials(inputs), *_service_trials(inputs), *_run_trials(inputs)]
 
 
@@ -414,6 +413,20 @@ def _trial(group: str, signals: str, moment: str, run: Callable[[Path], Outcome]
     # The seconds of a moment depend on the seed; a name does not.
     clock = re.sub(r"after [\d.]+ s", "by the clock", moment)
     return Trial(f"{group}: {signals} {re.sub(r'program [2-9]', 'a later program', clock)}", group, run)
+
+
+def _planned(
+    group: str,
+    trial: Callable[..., Callable[[Path], Outcome]],
+    inputs: Shared,
+    command: str,
+    numbers: Sequence[signal.Signals],
+    moment: Moment,
+    cache: bool = True,
+) -> Trial:
+    """Return a trial of a command that gets signals at a moment, with compiled programs on disk or without."""
+    signals = " and ".join(number.name for number in numbers)
+    return _trial(group, signals, moment.name, trial(inputs, command, moment, numbers, cache))
 
 
 def _computing_trials(inputs: Shared, name: str, command: str, choose: random.Random) -> list[Trial]:
@@ -433,11 +446,7 @@ def _computing_trials(inputs: Shared, name: str, command: str, choose: random.Ra
         ([signal.SIGHUP], later, False),
         ([signal.SIGTERM], first, False),
     ]
-    every = []
-    for numbers, moment, cache in plan:
-        words = " and ".join(number.name for number in numbers)
-        every.append(_trial(name, words, moment.name, interrupted(inputs, command, moment, numbers, cache)))
-    return every
+    return [_planned(name, interrupted, inputs, command, *moment) for moment in plan]
 
 
 def _study_trials(inputs: Shared, name: str, command: str) -> list[Trial]:
@@ -449,11 +458,7 @@ def _study_trials(inputs: Shared, name: str, command: str) -> list[Trial]:
         ([signal.SIGHUP], training, True),
         ([signal.SIGINT, signal.SIGINT], training, True),
     ]
-    every = []
-    for numbers, moment, cache in plan:
-        words = " and ".join(number.name for number in numbers)
-        every.append(_trial(name, words, moment.name, goes_on(inputs, command, moment, numbers, cache)))
-    return every
+    return [_planned(name, goes_on, inputs, command, *moment) for moment in plan]
 
 
 def _is_training(child: Child) -> bool:
@@ -471,10 +476,8 @@ def _data_trials(inputs: Shared) -> list[Trial]:
     }
     for name, command in commands.items():
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            run = interrupted(inputs, command, IMPORTING_NUMPY, [number], True)
-            every.append(_trial(name, number.name, IMPORTING_NUMPY.name, run))
-        run = interrupted(inputs, command, HEARING, [signal.SIGINT], True)
-        every.append(_trial(name, "SIGINT", HEARING.name, run))
+            every.append(_planned(name, interrupted, inputs, command, [number], IMPORTING_NUMPY))
+        every.append(_planned(name, interrupted, inputs, command, [signal.SIGINT], HEARING))
     return every
 
 
@@ -488,14 +491,10 @@ def _service_trials(inputs: Shared) -> list[Trial]:
         ([signal.SIGTERM], serving),
         ([signal.SIGINT, signal.SIGINT], serving),
     ]
-    every = []
-    for numbers, moment in plan:
-        words = " and ".join(number.name for number in numbers)
-        every.append(_trial("serve", words, moment.name, interrupted(inputs, command, moment, numbers, True)))
+    every = [_planned("serve", interrupted, inputs, command, *moment) for moment in plan]
     push = "push RUN --to owner/name --dry-run"
     for number in (signal.SIGINT, signal.SIGHUP):
-        run = interrupted(inputs, push, IMPORTING_JAX, [number], True)
-        every.append(_trial("push", number.name, IMPORTING_JAX.name, run))
+        every.append(_planned("push", interrupted, inputs, push, [number], IMPORTING_JAX))
     return every
 
 
@@ -505,8 +504,9 @@ def _run_trials(inputs: Shared) -> list[Trial]:
     early = [IMPORTING_NUMPY, IMPORTING_JAX, compiling(1), compiling(4)]
     for moment in early:
         for number in (signal.SIGINT, signal.SIGHUP):
-            run = interrupted(inputs, words, moment, [number], cache=moment.name.endswith("imported"))
-            every.append(_trial("train", number.name, moment.name, run))
+            every.append(
+                _planned("train", interrupted, inputs, words, [number], moment, moment.name.endswith("imported"))
+            )
 
     def at_saving(folder: Path) -> Moment:
         return saving(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts import ROOT
@@ -22,7 +22,7 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.
 _CXX_TRACE = re.compile(r"\*\*\* SIG|Fatal Python error|terminate called|core dumped", re.IGNORECASE)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Outcome:
     """End of a trial.
 
@@ -35,7 +35,12 @@ class Outcome:
     detail: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+def right(is_right: bool, detail: str, otherwise: str = "wrong") -> Outcome:
+    """Return `ok` if something is right, and another verdict if it is not."""
+    return Outcome("ok" if is_right else otherwise, detail)
+
+
+@dataclass(frozen=True)
 class Trial:
     """Something to try.
 
@@ -50,7 +55,7 @@ class Trial:
     run: Callable[[Path], Outcome]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Ended:
     """A command that has ended, or was ended because it took too long.
 

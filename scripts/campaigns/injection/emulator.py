@@ -7,7 +7,6 @@ runs a command beside one, which has the empty bucket gs://bucket and forgets it
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import json
@@ -18,6 +17,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 _NUMBERS = itertools.count()
 
@@ -52,7 +52,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-@contextlib.contextmanager
+@contextmanager
 def serving(words: list[str], port: int) -> Iterator[None]:
     """A server while entered, which then listens.
 
@@ -63,7 +63,7 @@ def serving(words: list[str], port: int) -> Iterator[None]:
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
             for _ in range(200):
-                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
                     break
                 time.sleep(0.05)
             else:
@@ -73,7 +73,7 @@ def serving(words: list[str], port: int) -> Iterator[None]:
             process.kill()
 
 
-@contextlib.contextmanager
+@contextmanager
 def running() -> Iterator[str]:
     """The address of an emulator that keeps what it is given in memory."""
     port = free_port()

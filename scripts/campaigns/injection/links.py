@@ -5,7 +5,6 @@ The link to the coordinator stays. A socket needs no privilege to filter what it
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import socket
@@ -15,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 _ATTACH_FILTER, _DETACH_FILTER = 26, 27
 _DROP_ALL = struct.pack("HBBI", 6, 0, 0, 0)
@@ -30,7 +30,7 @@ def coordinator_port() -> int:
 def data_sockets(spared: int) -> Iterator[socket.socket]:
     """Yield a copy of every TCP socket of this process that is connected, but for those of one port."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as link:

@@ -6,7 +6,6 @@ before it; `environ` leads gcsfs and tensorstore to the proxy. Orders to the pro
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
@@ -16,6 +15,7 @@ import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -36,7 +36,7 @@ class Bucket:
 
     def __init__(self) -> None:
         self._emulator, self._proxy = emulator.free_port(), emulator.free_port()
-        self._servers = contextlib.ExitStack()
+        self._servers = ExitStack()
         self._url = f"http://127.0.0.1:{self._proxy}"
         self.environ = emulator.environ(self._url)
 
@@ -107,7 +107,7 @@ class _State:
                 self.pid = body["pid"]
             return {"calls": {kind: self.calls[kind] for kind in KINDS}, "fired": self.fired}
 
-    @contextlib.contextmanager
+    @contextmanager
     def passing(self, kind: str) -> Iterator[bool]:
         """Around a request: counts it, and kills before or after it where it is the chosen one; whether to pass it on."""
         moment = ""
@@ -163,7 +163,7 @@ def serve(port: int, upstream: int) -> None:
             return b"".join(parts)
 
         def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-            with contextlib.suppress(OSError):  # the one who asked was killed
+            with suppress(OSError):  # the one who asked was killed
                 self.send_response(status)
                 for name, value in headers:
                     if name.lower() not in _HOP:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mupax.train.studies.transfer.fit import Curve
-from scripts.figures.result import Row, mean
+from scripts.figures.result import Row, estimate, mean
 
 
 def best(curve: Curve) -> np.ndarray:
@@ -110,8 +110,7 @@ def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]],
 
 def value(what: str, values: np.ndarray, **more: object) -> Row:
     """The row of a mean over seeds; `more` are fields of `Row`."""
-    measured, low, high = mean(values)
-    return Row(what=what, measured=measured, low=low, high=high, kind="value", **more)  # pyright: ignore[reportArgumentType]
+    return estimate(what, mean(values), **more)
 
 
 def _interval(values: np.ndarray) -> str:

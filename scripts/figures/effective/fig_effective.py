@@ -10,7 +10,7 @@ import numpy as np
 from mupax import presets
 from mupax.zoo import configs
 from scripts.figures import panels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -64,8 +64,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         for color, name in zip(panels.COLORS, settings["presets"], strict=False):
             values, predicted = data["measured"][name][observed], data["theory"][name][observed]
             panels.power_law(one, settings["width"], np.asarray(values), name, color=color, predicted=predicted)
-        panels.label(one, f"{what.capitalize()}; dashed: theory", "width", "root mean square")
-        panels.legend(one)
+        panels.label(one, f"{what.capitalize()}; dashed: theory", "width", "root mean square", legend=True)
     return figure
 
 
@@ -74,8 +73,7 @@ FIGURE = Figure(
     source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), the family from neural tangent (s = 0) to maximal update (s = 1)",
     about="A ViT of depth 2 whose heads and width grow together, under AdamW at a learning rate so small that the first step is one of first "
     "order. At the smallest width the three members of the family are one model; `standard` starts with variances of its own.",
-    small={"presets": ["standard", "ntk", "hybrid", "maximal-update"], "width": [64, 128, 256], "peak_lr": 1e-4, "seeds": 8},
-    full={"presets": ["standard", "ntk", "hybrid", "maximal-update"], "width": [64, 128, 256, 512, 1024], "peak_lr": 1e-4, "seeds": 16},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -9,9 +9,7 @@ import numpy as np
 
 from scripts.figures import panels, rates
 from scripts.figures.effective import excess, fig_effective_language
-from scripts.figures.effective.fig_effective_language import FIGURE as LANGUAGE
-from scripts.figures.effective.fig_effective_language import MATCHED
-from scripts.figures.result import Data, Figure, Row, Settings, mean
+from scripts.figures.result import Data, Figure, Row, Settings, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -40,7 +38,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     panels.label(right, "What lower rates cost", "octaves below the best", "nats")
     low, high = left.get_ylim()
     left.set_ylim(low, high + 0.15 * (high - low))  # room for the legend above the curves
-    panels.legend(left)
+    panels.add_legend(left)
     return figure
 
 
@@ -57,20 +55,7 @@ FIGURE = Figure(
     "at n = 64 over 600 steps in place of 150, the warm-up in proportion, ten seeds in place of three: what is not found there is a want of "
     "steps and seeds. The control is standard with ntk's rates of the tables: it loses what standard has over ntk, so the "
     "tables' rates are why a rate below the best costs ntk less.",
-    small={
-        **LANGUAGE.small,
-        "width": [64],
-        "steps": 600,
-        "seeds": [10],
-        "optimizer": {**LANGUAGE.small["optimizer"], "warmup_steps": 120},
-        "grid": {"standard": [[-10, -6.5]], "ntk": [[-11, -7.5]], MATCHED: [[-10.5, -7.5]]},
-    },
-    full={
-        **LANGUAGE.full,
-        "width": [1024],
-        "seeds": [2],
-        "grid": {name: grids[-1:] for name, grids in LANGUAGE.full["grid"].items()},
-    },
+    **settings_of(__name__),
     measure=fig_effective_language.measure,
     rows=rows,
     draw=draw,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from mupax.train.studies.transfer.drift import TOLERANCE, analyse
 from mupax.train.studies.transfer.fit import STEP, Curve
 from scripts.figures import panels, rates
 from scripts.figures.effective import excess, strategies
-from scripts.figures.result import Data, Figure, Row, Settings, mean
+from scripts.figures.result import Data, Figure, Row, Settings, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -40,7 +40,7 @@ def config(settings: Settings, strategy: str, width: int, hidden: float, seed: i
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig
     from mupax.zoo import configs
 
-    model = dataclasses.replace(
+    model = replace(
         configs.get("bart-large"),
         width=width,
         num_heads=width // settings["head_dim"],
@@ -174,8 +174,7 @@ def _drifts(widths: Sequence[int], curves: dict[str, list[Curve]]) -> list[Row]:
     """Transfer of the hidden rate, as the paper used it under both, and of ntk's own learning rate: two claims."""
     power = strategies.MAP["ntk"]
     own = [
-        dataclasses.replace(curve, x=curve.x + power * math.log2(width))
-        for width, curve in zip(widths, curves["ntk"], strict=True)
+        replace(curve, x=curve.x + power * math.log2(width)) for width, curve in zip(widths, curves["ntk"], strict=True)
     ]
     table = []
     for what, some in (
@@ -241,11 +240,10 @@ def _draw_excess(axes: Axes, widths: Sequence[int], curves: dict[str, list[Curve
     panels.label(axes, "What half of the best rate, or a quarter, costs", "n", "nats")
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + 0.45 * (high - low))  # room for the legend above the curves
-    panels.legend(axes)
+    panels.add_legend(axes)
 
 
 MATCHED = "standard, tables as fast as ntk's"
-_OPTIMIZER = {"b2": 0.998, "eps": 1e-6, "clip_norm": 0.1}
 
 FIGURE = Figure(
     title="The effective theory's figures 3 to 5: encoder-decoders at rates below the best",
@@ -261,38 +259,7 @@ FIGURE = Figure(
     "150 steps a low rate mostly trains too little under either strategy, where the paper had 200,000 ([over 600 "
     "steps](#the-effective-theorys-figure-3-over-a-longer-run) it has the paper's sign at n = 64). Its n is 1024, and "
     "the widest here 128.",
-    small={
-        "width": [32, 64, 128],
-        "head_dim": 16,
-        "model": {"depth": 2, "seq_len": 64},
-        "data": {"batch_size": 4},
-        "optimizer": {**_OPTIMIZER, "warmup_steps": 30},
-        "decay": 0.01,
-        "steps": 150,
-        "seeds": [3, 3, 3],
-        "embeddings": {MATCHED: [0.64, 0.5]},
-        "grid": {
-            "standard": [[-8.5, -5], [-9.5, -6], [-10.5, -7]],
-            "ntk": [[-10, -6.5], [-11, -7], [-12, -8.5]],
-            MATCHED: [[-9.5, -6], [-11, -7], None],
-        },
-    },
-    full={
-        "width": [256, 512, 1024],
-        "head_dim": 64,
-        "model": {"depth": 12, "seq_len": 514},
-        "data": {"batch_size": 512},
-        "optimizer": {**_OPTIMIZER, "warmup_steps": 5000},
-        "decay": 0.01,
-        "steps": 200_000,
-        "seeds": [2, 2, 2],
-        "embeddings": {MATCHED: [0.64, 0.5]},
-        "grid": {
-            "standard": [[-13, -7]] * 3,
-            "ntk": [[-13, -7]] * 3,
-            MATCHED: [[-13, -7]] * 3,
-        },
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

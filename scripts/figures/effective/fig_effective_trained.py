@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.figures import rates
-from scripts.figures.result import Data, Figure, Row, Settings
+from scripts.figures.result import Data, Figure, Row, Settings, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -25,10 +25,10 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     from mupax.zoo.definition import definition
 
     config = recipes.RECIPES[settings["recipe"]]()
-    model = dataclasses.replace(config.model, **settings["model"])
-    optimizer = dataclasses.replace(config.optimizer, **settings["optimizer"])
-    data = dataclasses.replace(config.data, seed=0, **settings["data"])
-    config = dataclasses.replace(config, model=model, data=data, optimizer=optimizer, steps=settings["steps"])
+    model = replace(config.model, **settings["model"])
+    optimizer = replace(config.optimizer, **settings["optimizer"])
+    data = replace(config.data, seed=0, **settings["data"])
+    config = replace(config, model=model, data=data, optimizer=optimizer, steps=settings["steps"])
     planned = {
         name: transfer.plan(config, "heads", settings["heads"], PresetConfig(name=name, base=None), name)
         for name in settings["presets"]
@@ -54,7 +54,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         what = f"octaves that the best learning rate of AdamW moves per doubling of the width, {name}"
         row = rates.row(what, _widths(settings), of_preset, predicted=PREDICTED.get(name))
         prediction = f"To first order the residual stream's first step would stay at {of_preset['kept_step']:+g}."
-        table.append(dataclasses.replace(row, note=f"{row.note} {prediction}"))
+        table.append(replace(row, note=f"{row.note} {prediction}"))
     return table
 
 
@@ -64,33 +64,12 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     return rates.draw(title, "width", _widths(settings), data)
 
 
-_PRESETS = ["standard", "ntk", "hybrid", "maximal-update"]
-
 FIGURE = Figure(
     title="The effective theory's family on a ViT: trained at two widths",
     source="Dinan, Yaida and Zhang 2023 (arXiv 2304.02034), whose ViT is trained under the family's members at two widths",
     about="Training loss, mean over the last tenth of the steps, of a ViT of depth 2 on scikit-learn's digits under AdamW as heads "
     "and width grow together, paired seeds and the same batches everywhere; the presets are relative to the smaller width.",
-    small={
-        "presets": _PRESETS,
-        "recipe": "vit-digits",
-        "model": {"width": 64, "num_heads": 4, "depth": 2},
-        "heads": [4, 16],
-        "data": {"batch_size": 32},
-        "optimizer": {"name": "adamw", "warmup_steps": 6},
-        "steps": 30,
-        "limits": {"seeds": 3, "max_seeds": 8, "minutes": 2.5},
-    },
-    full={
-        "presets": _PRESETS,
-        "recipe": "vit-endless",
-        "model": {"width": 192, "num_heads": 3, "depth": 12},
-        "heads": [3, 12],
-        "data": {"batch_size": 256},
-        "optimizer": {"name": "adamw", "warmup_steps": 500},
-        "steps": 5000,
-        "limits": {"seeds": 3, "max_seeds": 5, "minutes": 240.0},
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from mupax.train.studies.transfer.drift import analyse
 from mupax.train.studies.transfer.fit import Curve
 from scripts.figures import panels, rates
 from scripts.figures.effective import excess, strategies
-from scripts.figures.result import Data, Figure, Row, Settings
+from scripts.figures.result import Data, Figure, Row, Settings, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -46,7 +46,7 @@ def config(settings: Settings, strategy: str, hidden: float, decay: float, seed:
     from mupax.train.config.run import Config, DataConfig, OptimizerConfig
     from mupax.zoo import configs
 
-    model = dataclasses.replace(configs.get("vit-tiny"), **settings["model"])
+    model = replace(configs.get("vit-tiny"), **settings["model"])
     assert isinstance(model, configs.ViTConfig)
     lr = strategies.peak_lr(strategy, model.width, hidden)
     return Config(
@@ -145,7 +145,7 @@ def _through_wrong_map(settings: Settings, curves: Any) -> Row:
     """The same of ntk through the map of maximal update, whose power of n is lower by 1/2: it must be elsewhere."""
     standard, ntk = (curves[strategy]["hidden rate"] for strategy in ("standard", "ntk"))
     octaves = (strategies.MAP["ntk"] - strategies.MAP["maximal-update"]) * math.log2(settings["model"]["width"])
-    analysis = analyse((1, 2), [standard, dataclasses.replace(ntk, x=ntk.x + octaves)])
+    analysis = analyse((1, 2), [standard, replace(ntk, x=ntk.x + octaves)])
     return Row(
         what="octaves from the best hidden rate of standard to that of ntk, through maximal update's map",
         measured=analysis.drift.value,
@@ -215,13 +215,6 @@ def _draw_surface(
     axes.set_yticks(decay, [f"$2^{{{one:g}}}$" for one in decay])
 
 
-_SETTINGS = {
-    "data": {"name": "digits", "batch_size": 32, "eval_batch_size": 180},
-    "optimizer": {"b2": 0.999, "eps": 1e-8, "warmup_steps": 20, "schedule": "cosine", "clip_norm": 1.0},
-    "decay": [-4, -2, 0, 2],
-    "seeds": 4,
-}
-
 FIGURE = Figure(
     title="The effective theory's figures 1 and 2: learning rate and weight decay of a ViT",
     source="figures 1 and 2 of Dinan, Yaida and Zhang 2023 (arXiv 2304.02034): ViT-B/16 on ImageNet-1k under four strategies",
@@ -230,18 +223,7 @@ FIGURE = Figure(
     "under standard (h, d). Hidden matrices, patches and positions start alike everywhere. The paper found the best of standard, ntk and "
     "hybrid at one place of it, and of maximal update an octave of h lower. Here no decay in 4.5 epochs is enough to be needed: but for "
     "standard the least loss is at the lowest decay of the grid, and a best decay at its end has no row.",
-    small={
-        **_SETTINGS,
-        "model": {"width": 64, "depth": 2, "num_heads": 4, "norm_gain": False, "bias": False, "activation": "gelu_exact"},
-        "steps": 200,
-        "grid": {"standard": [-8, -5], "ntk": [-9, -6], "hybrid": [-9, -6], "maximal-update": [-9, -6]},
-    },
-    full={
-        **_SETTINGS,
-        "model": {"width": 256, "depth": 4, "num_heads": 16, "norm_gain": False, "bias": False, "activation": "gelu_exact"},
-        "steps": 4000,
-        "grid": {"standard": [-12, -6], "ntk": [-12, -6], "hybrid": [-12, -6], "maximal-update": [-12, -6]},
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from mupax.train.studies.infinite.command import patches
 from scripts.figures import models, panels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -92,11 +92,11 @@ def run(settings: Settings, depth: int) -> Config:
     constants = {name: own[name] for name in ("alpha_a", "alpha_l", "gamma0", "beta0")}
     return Config(
         recipe="figure",
-        model=dataclasses.replace(
+        model=replace(
             model,
             patch_size=own["patch_size"],
             centered=True,
-            compute=dataclasses.replace(model.compute, layers="auto"),
+            compute=replace(model.compute, layers="auto"),
         ),
         data=DataConfig(name="digits", batch_size=own["images"], augment=False),
         preset=PresetConfig(name="depth-mup", base=None, **constants),
@@ -176,13 +176,11 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     left.plot([], [], color=panels.SKY, label=f"our step, H = {own['heads'][0]}, by seed")
     left.plot(steps, curves["without_response"].mean(0), ":", color=panels.ORANGE, label="without response terms")
     left.plot(steps, curves["limit"].mean(0), "--", color=panels.INK, label="limit")
-    panels.label(left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats")
-    panels.legend(left)
+    panels.label(left, f"Loss, N = {own['head_dim']}, L = {own['depth'][-1]}", "step", "nats", legend=True)
     for color, step in zip(panels.COLORS, (0, *settings["at"]), strict=False):
         second.plot(steps, curves["memory"][step], color=color, label=f"s = {step}")
         second.plot(steps, curves["memory_of_nets"][step], "o", color=color, markersize=3)
-    panels.label(second, f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)", "step t", "")
-    panels.legend(second)
+    panels.label(second, f"C(t, s): limit, and nets of H = {own['heads'][0]} (dots)", "step t", "", legend=True)
     for color, case, errors in zip(panels.COLORS, settings["one_block"]["cases"], data["one_block"], strict=False):
         name = rf"N = {case['head_dim']}, $\\alpha_A$ = {case['alpha_a']:g}".replace("\\\\", "\\")
         panels.power_law(third, case["heads"], errors["outputs"][-1], name, color=color, predicted=-1.0)
@@ -190,8 +188,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         panels.power_law(right, own["heads"], errors["outputs"][-1], f"L = {depth}", color=color, predicted=-1.0)
     last = settings["at"][-1]
     for one, title in ((third, "One block"), (right, "Whole stack, our step")):
-        panels.label(one, f"{title}, after {last} steps; dashed: slope -1", "heads H", "squared error of the output")
-        panels.legend(one)
+        panels.label(
+            one, f"{title}, after {last} steps; dashed: slope -1", "heads H", "squared error of the output", legend=True
+        )
     return figure
 
 
@@ -212,28 +211,7 @@ FIGURE = Figure(
     "Stack: the paper's ViT (F = D, both norms, read-in trained), cross-entropy; the limit is `mupax.presets.infinite.stack` at a width "
     "that stands for infinity, and the nets are the zoo's, trained by our own step. "
     "Controls have no response terms: as if W and its transpose were unrelated.",
-    small={
-        "at": [2, 4, 8],
-        "one_block": {
-            "cases": _cases(16, 32, 64, 128),
-            "parts": 4, "seeds": 32, "rate": 0.5, "images": 4, "patch_size": 4, "sampled": 8000, "draws": 3,
-        },
-        "stack": {
-            "head_dim": 4, "depth": [1, 2], "alpha_a": 1.0, "alpha_l": 1.0, "gamma0": 0.5, "beta0": 1.0, "rate": 2.0, "momentum": 0.0,
-            "heads": [16, 32, 64, 128], "seeds": 144, "images": 6, "patch_size": 4, "limit": 2048, "draws": 4,
-        },
-    },
-    full={
-        "at": [4, 8, 16],
-        "one_block": {
-            "cases": _cases(16, 32, 64, 128, 256),
-            "parts": 4, "seeds": 32, "rate": 0.25, "images": 4, "patch_size": 2, "sampled": 16000, "draws": 8,
-        },
-        "stack": {
-            "head_dim": 4, "depth": [1, 2, 4, 8], "alpha_a": 1.0, "alpha_l": 1.0, "gamma0": 0.5, "beta0": 1.0, "rate": 1.0, "momentum": 0.9,
-            "heads": [16, 32, 64, 128, 256], "seeds": 64, "images": 8, "patch_size": 2, "limit": 16384, "draws": 8,
-        },
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import panels
 from scripts.figures.infinite import fig_dynamics
-from scripts.figures.result import Data, Figure, Row, Settings, jackknife, mean
+from scripts.figures.result import Data, Figure, Row, Settings, estimate, jackknife, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -98,11 +98,11 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     last = errors[-1] - (b / settings["head_dims"][-1]) ** 2
     of_seeds = mean(last.T @ np.asarray(settings["widths"], float) / len(last))
     of_draws = jackknife(lambda draws: terms(settings, data, draws)[1], np.asarray(data["limit"]).shape[1])
-    for what, (measured, low, high) in (
+    for what, interval in (
         ("a, the squared relative error of outputs times the width", of_seeds),
         ("b, the relative error times the head dimension as heads grow", of_draws),
     ):
-        table.append(Row(what=what, measured=measured, low=low, high=high, kind="value"))
+        table.append(estimate(what, interval))
     for n, of_n in zip(settings["head_dims"][:-1], errors, strict=False):
         predicted = a / np.asarray(settings["widths"], float) + (b / n) ** 2
         ratio = np.sqrt(of_n.mean(-1) / predicted)
@@ -129,7 +129,7 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         low, high = (width_of(a_end, b_end, n, error) for a_end, b_end in zip(of_seeds[1:], of_draws[1:], strict=True))
         what = f"width for an error of {error:.0%} at N = {n}"
         note = "The interval has both terms at the same end of theirs."
-        table.append(Row(what=what, measured=width, low=low, high=high, kind="value", note=note))
+        table.append(estimate(what, (width, low, high), note=note))
     return table
 
 
@@ -195,7 +195,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     for one in (left, right):
         one.set_xscale("log", base=2)
         one.xaxis.set_major_formatter(lambda size, _: f"{size:g}")
-        panels.legend(one)
+        panels.add_legend(one)
     left.set_yscale("log")
     left.yaxis.set_major_locator(FixedLocator([1, 2, 5, 10, 20, 40]))
     left.yaxis.set_minor_locator(NullLocator())
@@ -203,22 +203,13 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     return figure
 
 
-_STACK = {
-    "depth": [1], "alpha_a": 1.0, "alpha_l": 1.0, "gamma0": 0.5, "beta0": 1.0, "rate": 2.0, "momentum": 0.0, "heads": [1], "seeds": 24,
-    "images": 6, "patch_size": 4, "limit": 4096, "draws": 6,
-}  # fmt: skip
-
 FIGURE = Figure(
     title="How far a proxy is from the infinite model",
     source="the infinite limit in time, measured here (`scripts/figures/infinite/fig_dynamics.py`)",
     about="The paper's ViT at alpha_A = 1, trained by our own step on one batch of digits until the loss has halved; its centred outputs "
     "against those of infinitely many heads of infinite dimension, root mean square relative to their own. The limit of many heads is taken "
     "at several head dimensions, and a line in 1/N through them gives N to infinity and b; a is of the proxies with the largest N.",
-    small={"at": [8], "stack": _STACK, "limit_head_dims": [1, 2, 4, 8, 16], "head_dims": [1, 4, 16], "widths": [64, 128, 256, 512]},
-    full={
-        "at": [16], "stack": {**_STACK, "seeds": 64, "limit": 16384, "draws": 8, "rate": 1.0},
-        "limit_head_dims": [1, 2, 4, 8, 16, 32], "head_dims": [1, 4, 16], "widths": [64, 128, 256, 512, 1024],
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

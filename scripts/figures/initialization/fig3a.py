@@ -10,7 +10,7 @@ import numpy as np
 from scripts.figures import panels
 from scripts.figures.initialization import finite_kernels
 from scripts.figures.initialization.finite_kernels import ENDS
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -62,8 +62,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     figure, (left, middle, right) = panels.row(3, "The initial residual kernel as heads are added")
     for color, ends, one in zip(panels.COLORS, ENDS, data["squared"], strict=False):
         panels.power_law(left, settings["heads"], one, finite_kernels.title(ends), color=color, predicted=-1.0)
-    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square")
-    panels.legend(left)
+    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square", legend=True)
     for axes, alpha_l in ((middle, 1.0), (right, 0.5)):
         panels.by_layer(axes, ENDS, settings["heads"], data, alpha_l)
     panels.label(middle, r"Mean diagonal at $\alpha_L$ = 1", "block", r"$H^\ell$")
@@ -76,8 +75,7 @@ FIGURE = Figure(
     source="figure 3a of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712), whose own slopes are -1.04 and -1.15",
     about="The kernel h.h'/D after the last block, over all positions of a few digits, of the paper's ViT with N = 4 and L = 8, against "
     "the limit H to infinity that `scripts/figures/initialization/kernels.py` computes at this N.",
-    small={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 48, "samples": 4000},
-    full={"head_dim": 4, "heads": [8, 16, 32, 64, 128, 256, 512, 1024], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 16, "samples": 64000},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

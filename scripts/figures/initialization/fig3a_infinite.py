@@ -10,7 +10,7 @@ import numpy as np
 from scripts.figures import panels
 from scripts.figures.initialization import finite_kernels
 from scripts.figures.initialization.finite_kernels import ENDS
-from scripts.figures.result import Data, Figure, Row, Settings
+from scripts.figures.result import Data, Figure, Row, Settings, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -57,8 +57,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     figure, (left, middle, right) = panels.row(3, "The residual kernel as N and H go to infinity together")
     for color, ends, squared in zip(panels.COLORS, ENDS, data["squared"], strict=False):
         panels.power_law(left, settings["size"], squared, finite_kernels.title(ends), color=color)
-    panels.label(left, "Every model's distance from the recursion", "N = H", "squared error over the limit's square")
-    panels.legend(left)
+    panels.label(
+        left, "Every model's distance from the recursion", "N = H", "squared error over the limit's square", legend=True
+    )
     for axes, alpha_l in ((middle, 1.0), (right, 0.5)):
         panels.by_layer(axes, ENDS, settings["size"], data, alpha_l)
     panels.label(middle, r"Mean diagonal at $\alpha_L$ = 1", "block", r"$H^\ell$")
@@ -72,8 +73,7 @@ FIGURE = Figure(
     about="Models as in figure 3a with N = H growing, against the limit of both that `scripts/figures/initialization/kernels.py` "
     "computes: uniform attention "
     "at alpha_A = 1, Gaussian logits at 1/2. Distances are root mean squares over all pairs of positions.",
-    small={"size": [4, 8, 16, 32], "depth": 8, "beta0": 4.0, "images": 2, "seeds": 48, "samples": 4000},
-    full={"size": [4, 8, 16, 32, 64], "depth": 8, "beta0": 4.0, "images": 4, "seeds": 32, "samples": 64000},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

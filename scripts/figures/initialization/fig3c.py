@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scripts.figures import models, panels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -60,13 +60,17 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     for color, (head_dim, density) in zip(panels.COLORS, data["density"].items(), strict=False):
         left.step(centers, density, where="mid", color=color, linewidth=1.4, label=f"N = {head_dim}")
     left.plot(centers, np.exp(-(centers**2) / 2) / np.sqrt(2 * np.pi), "--", color=panels.GREY, label="Gaussian")
-    panels.label(left, "Over heads and seeds, a pair of positions at a time", "logit / standard deviation", "density")
-    panels.legend(left)
+    panels.label(
+        left,
+        "Over heads and seeds, a pair of positions at a time",
+        "logit / standard deviation",
+        "density",
+        legend=True,
+    )
     for color, alpha, variance in zip(panels.COLORS, settings["alpha_a"], data["variance"], strict=False):
         name = rf"$\alpha_A$ = {alpha:g}"
         panels.power_law(right, settings["head_dim"], variance, name, color=color, predicted=1 - 2 * alpha)
-    panels.label(right, r"Dashed: slope $1 - 2\alpha_A$", "head dimension N", "variance over heads")
-    panels.legend(right)
+    panels.label(right, r"Dashed: slope $1 - 2\alpha_A$", "head dimension N", "variance over heads", legend=True)
     return figure
 
 
@@ -75,8 +79,7 @@ FIGURE = Figure(
     source="figure 3 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Logits of the first block of the paper's ViT on digits: their distribution over heads, and its variance as the head "
     "dimension N grows with the number of heads fixed.",
-    small={"alpha_a": [1.0, 0.75, 0.5], "head_dim": [1, 2, 4, 8, 16, 32, 64], "heads": 16, "images": 2, "seeds": 8, "shown": [1, 64]},
-    full={"alpha_a": [1.0, 0.75, 0.5], "head_dim": [1, 2, 4, 8, 16, 32, 64, 128], "heads": 64, "images": 8, "seeds": 16, "shown": [1, 128]},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

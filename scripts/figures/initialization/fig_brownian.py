@@ -10,7 +10,7 @@ import numpy as np
 from mupax.train.studies.infinite.command import patches
 from scripts.figures import models, panels
 from scripts.figures.initialization import kernels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -71,8 +71,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         panels.power_law(axes, depths, moved, rf"$\alpha_L$ = {alpha:g}", color=color, predicted=1 - 2 * alpha)
         axes.plot(depths, limit, "x", color=panels.INK, markersize=7, zorder=4)
     axes.plot([], [], "x", color=panels.INK, label="recursion, N and H infinite")
-    panels.label(axes, r"Dashed: slope $1 - 2\alpha_L$", "blocks L", r"$|h^{L+1} - h^1|^2 / D$")
-    panels.legend(axes)
+    panels.label(axes, r"Dashed: slope $1 - 2\alpha_L$", "blocks L", r"$|h^{L+1} - h^1|^2 / D$", legend=True)
     return figure
 
 
@@ -80,8 +79,7 @@ FIGURE = Figure(
     title="The Brownian term: how far the residual stream moves over the blocks at initialization",
     source="the limit of depth in Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712): it survives at alpha_L = 1/2 and vanishes at 1",
     about="The paper's ViT on digits with alpha_A = 1 and beta0 = 1, at growing depth.",
-    small={"alpha_l": [1.0, 0.75, 0.5], "depth": [4, 8, 16, 32, 64], "head_dim": 8, "heads": 8, "beta0": 1.0, "images": 4, "seeds": 8},
-    full={"alpha_l": [1.0, 0.75, 0.5], "depth": [4, 8, 16, 32, 64, 128], "head_dim": 16, "heads": 16, "beta0": 1.0, "images": 8, "seeds": 16},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import models, panels
 from scripts.figures.initialization import finite_kernels, kernels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -133,8 +133,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         panels.power_law(
             left, settings["heads"][alpha_a], data[alpha_a]["squared"][index], name, color=color, predicted=-1
         )
-    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square")
-    panels.legend(left)
+    panels.label(left, "Dashed: slope −1", "heads H", "squared error over the limit's square", legend=True)
     for axes, (alpha_a, of) in zip(kernel_axes, data.items(), strict=True):
         for color, index in zip(panels.COLORS, range(len(settings["alpha_l"])), strict=False):
             by_layer, limit, without = (np.asarray(of[name][index])[:, 1] for name in ("by_layer", "limit", "without"))
@@ -143,8 +142,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             )
             axes.plot(limit, "--", color=color, linewidth=1.3, label="recursion")
             axes.plot(without, ":", color=color, linewidth=1.3, label="recursion without the cross term")
-        panels.label(axes, rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}", "block", r"$H^\ell$")
-        panels.legend(axes)
+        panels.label(axes, rf"Mean off the diagonal, $\alpha_A$ = {alpha_a}", "block", r"$H^\ell$", legend=True)
     return figure
 
 
@@ -156,14 +154,7 @@ FIGURE = Figure(
     "the encoder, its "
     "norm, then a decoder of causal attention, attention to the encoder and MLP. Weights and forward pass are the zoo's, under "
     "`depth-mup`. Distances are root mean squares over all pairs of positions, over that of the recursion.",
-    small={
-        "head_dim": {"0.5": 4, "1": 16}, "heads": {"0.5": [8, 32, 128], "1": [4, 8, 32]}, "alpha_l": [1.0, 0.5],
-        "depth": 2, "encoder_depth": 2, "beta0": 1.0, "seeds": 48, "samples": 4000,
-    },
-    full={
-        "head_dim": {"0.5": 4, "1": 16}, "heads": {"0.5": [32, 128, 512], "1": [8, 32, 128]}, "alpha_l": [1.0, 0.5],
-        "depth": 6, "encoder_depth": 6, "beta0": 1.0, "seeds": 16, "samples": 64000,
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scripts.figures import models, panels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -33,11 +33,11 @@ def measure(settings: Settings, work: Path) -> dict[str, Any]:
     size = {"head_dim": settings["head_dim"], "heads": settings["heads"], "encoder_depth": settings["encoder_depth"]}
     lengths = {"seq_len": settings["positions"], "target_len": settings["positions"]}
     grown = [models.encoder_decoder(**size, **lengths, depth=depth) for depth in settings["depth"]]
-    definitions = [definition(dataclasses.replace(one, tied=False)) for one in grown]
+    definitions = [definition(replace(one, tied=False)) for one in grown]
     config = OptimizerConfig(name="adam", peak_lr=1e-3, schedule="constant")
     series = check.Series(definitions, config, 0)
     presets = {f"{one:g}": models.absolute(alpha_a=1.0, alpha_l=one, beta0=1.0) for one in settings["alpha_l"]}
-    presets["constant"] = dataclasses.replace(presets["1"], branch=ONE)
+    presets["constant"] = replace(presets["1"], branch=ONE)
     by_preset: dict[str, Any] = {}
     for name, preset in presets.items():
         observables = series.measure(preset, check.batch(grown[0]), settings["seeds"])
@@ -80,8 +80,9 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         for color, group in zip(panels.COLORS[1:], CROSS, strict=False):
             panels.power_law(one, settings["depth"], of[group], group, color=color, predicted=-alpha_l)
         title = "control: constant branches" if name == "constant" else rf"$\alpha_L$ = {name}"
-        panels.label(one, f"{title}, dashed: theory", "blocks of the decoder", "gradient, root mean square")
-        panels.legend(one)
+        panels.label(
+            one, f"{title}, dashed: theory", "blocks of the decoder", "gradient, root mean square", legend=True
+        )
     return figure
 
 
@@ -90,13 +91,7 @@ FIGURE = Figure(
     source="derived here: a sum over the decoder's blocks of branches that are independent at initialization",
     about="Gradients of the loss at initialization in an encoder of 4 blocks, and of cross-attention's keys and values in each layer, as the "
     "decoder alone gets deeper (`depth-mup`, absolute form, BART's layout with a readout of its own, random tokens and labels).",
-    small={
-        "depth": [4, 8, 16, 32, 64], "encoder_depth": 4, "head_dim": 16, "heads": 8, "positions": 16, "alpha_l": [1.0, 0.5], "seeds": 12,
-    },
-    full={
-        "depth": [4, 8, 16, 32, 64, 128], "encoder_depth": 8, "head_dim": 64, "heads": 16, "positions": 64, "alpha_l": [1.0, 0.5],
-        "seeds": 32,
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import panels
 from scripts.figures.initialization import linear_net
-from scripts.figures.result import Data, Figure, Row, Settings, mean
+from scripts.figures.result import Data, Figure, Row, Settings, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -54,8 +54,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
         one.plot(layers, linear_net.limit(layers, settings["rate"]), "--", color=panels.GREY, label="limit")
         one.plot(layers, measured, "o", color=panels.BLUE, label=f"nets of width {settings['width']:,}")
         one.plot(layers, control, "s", color=panels.ORANGE, markersize=4, label="without response terms")
-        panels.label(one, f"L = {depth}", r"layer $\ell$", r"$|h^\ell|^2 / N$")
-        panels.legend(one)
+        panels.label(one, f"L = {depth}", r"layer $\ell$", r"$|h^\ell|^2 / N$", legend=True)
     return figure
 
 
@@ -64,8 +63,7 @@ FIGURE = Figure(
     source="derived from the mean-field dynamics of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712): 1 + (eta gamma0)^2 l(l+1)(2l+1)/6",
     about="A linear net with the readout 1/(gamma0 N), one example, eta gamma0 = 0.1, products with its matrices drawn from their exact "
     "law so that N can be large. A control has updates that do not point along the backward signal.",
-    small={"depth": [8, 16], "width": 65536, "rate": 0.1, "seeds": 48},
-    full={"depth": [8, 16], "width": 1048576, "rate": 0.1, "seeds": 64},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -20,9 +20,9 @@ as nothing else in this folder but `attention_kernels` does: import it only wher
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -157,7 +157,7 @@ def activation_kernel(name: str) -> Callable[[np.ndarray], np.ndarray]:
     if name not in ACTIVATIONS:
         raise PresetError(f"no kernel is known for the activation {name!r}; write {', '.join(ACTIVATIONS)}")
     phi = ACTIVATIONS[name]
-    return relu_kernel if phi is None else functools.partial(_series, phi)
+    return relu_kernel if phi is None else partial(_series, phi)
 
 
 def relu_kernel(correlation: np.ndarray) -> np.ndarray:

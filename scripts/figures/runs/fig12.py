@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import curves, panels
 from scripts.figures.runs import fig7
-from scripts.figures.result import Data, Figure, Row, Settings, mean
+from scripts.figures.result import Data, Figure, Row, estimate, Settings, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -33,12 +33,9 @@ def rows(settings: Settings, data: Data) -> list[Row]:
         measured, low, high = mean(one - other)
         size = f"{curves.AXES[axis]} = {data[first][axis]['size'][-1]}"
         table.append(
-            Row(
-                what=f"loss at alpha_A = {first} minus loss at {second}, {size}, last tenth of the steps",
-                measured=measured,
-                low=low,
-                high=high,
-                kind="value",
+            estimate(
+                f"loss at alpha_A = {first} minus loss at {second}, {size}, last tenth of the steps",
+                (measured, low, high),
                 note="The paper's text has alpha_A = 1/2 better in N, the caption alpha_A = 1. "
                 + _words(low, high, first, second),
             )
@@ -46,10 +43,10 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     budget = min(data[first][axis]["steps"][-1] * data[first][axis]["flops"][-1] for axis in settings["axes"])
     for name in data:
         for axis in settings["axes"]:
-            measured, low, high = mean(curves.at_compute(data[name][axis], -1, budget))
+            interval = mean(curves.at_compute(data[name][axis], -1, budget))
             size = f"{curves.AXES[axis]} = {data[name][axis]['size'][-1]}"
             what = f"loss after {budget:.1e} training FLOPs, alpha_A = {name}, {size}"
-            table.append(Row(what=what, measured=measured, low=low, high=high, kind="value"))
+            table.append(estimate(what, interval))
     return table
 
 
@@ -68,8 +65,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             suffix = rf", $\alpha_A$ = {float(name):g}"
             curves.draw_losses(one, axis, data[name][axis], compute=True, style=style, suffix=suffix, alpha=alpha)
         title = rf"{curves.AXES[axis]} growing; $\alpha_A$ = " + " whole, ".join(data) + " dashed"
-        panels.label(one, title, "training FLOPs", "nats" if axis == axes_of[0] else "")
-        panels.legend(one)
+        panels.label(one, title, "training FLOPs", "nats" if axis == axes_of[0] else "", legend=True)
     return figure
 
 
@@ -78,8 +74,7 @@ FIGURE = Figure(
     source="figure 12 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="The runs of figure 7 and the same at alpha_A = 1/2, their losses against training FLOPs (the frozen initial network of "
     "the centred output counted).",
-    small={**fig7.SMALL, "alpha_a": [1.0, 0.5]},
-    full={**fig7.FULL, "alpha_a": [1.0, 0.5]},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.figures import rates
-from scripts.figures.result import Data, Figure, Row, Settings
+from scripts.figures.result import Data, Figure, Row, Settings, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -30,7 +30,7 @@ def _config(settings: Settings, rule: Settings, head_dim: int) -> Config:
     from scripts.figures import training
 
     config = training.vit(head_dim=head_dim, **settings["model"], **rule)
-    return config if rule else dataclasses.replace(config, preset=PresetConfig(name="sp", base=None))
+    return config if rule else replace(config, preset=PresetConfig(name="sp", base=None))
 
 
 def rows(settings: Settings, data: Data) -> list[Row]:
@@ -53,7 +53,6 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     return rates.draw(title, "N", settings["head_dim"], data)
 
 
-_RULES = {"alpha_A = 1": {"alpha_a": 1.0}, "alpha_A = 1/2": {"alpha_a": 0.5}, "sp": {}}
 
 FIGURE = Figure(
     title="Figure 2a: transfer of the learning rate over N",
@@ -62,21 +61,7 @@ FIGURE = Figure(
     "momentum) on a grid of half octaves as N grows with the number of heads fixed, paired seeds and the same batches "
     "everywhere, on scikit-learn's digits (the paper: CIFAR-5M). The optimum is `mupax transfer`'s fit; a language "
     "model's studies, under Adam, are in [transfer.md](transfer.md).",
-    small={
-        "rules": _RULES,
-        "head_dim": [4, 8, 16, 32],
-        "limits": {"seeds": 3, "max_seeds": 14, "minutes": 5.0},
-        "model": {
-            "heads": 8, "depth": 2, "rate": 2.0, "steps": 40, "batch_size": 64,
-            "data_name": "digits", "image_size": 8, "channels": 1, "patch_size": 2,
-        },
-    },
-    full={
-        "rules": _RULES,
-        "head_dim": [16, 32, 64, 128],
-        "limits": {"seeds": 3, "max_seeds": 8, "minutes": 240.0},
-        "model": {"heads": 16, "depth": 4, "rate": 0.5, "steps": 2500, "batch_size": 64, "patch_size": 4},
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

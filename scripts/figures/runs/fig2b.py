@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scripts.figures import panels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent, slope
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, slope, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -114,8 +114,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             ):
                 one.plot(x, start * (x / x[0]) ** exponents[alpha], style, color=panels.GREY, label=name)
             title = rf"$\alpha_A$ = {alpha:g}, $\gamma_0$ = {rule['gamma0']:g}"
-            panels.label(one, title, "head dimension N", "variance over heads" if g + a == 0 else "")
-            panels.legend(one)
+            panels.label(one, title, "head dimension N", "variance over heads" if g + a == 0 else "", legend=True)
     return figure
 
 
@@ -125,24 +124,7 @@ FIGURE = Figure(
     about="Variance over heads of the attention logits of the paper's ViT, mean over layers, images and pairs of positions, "
     "before and in training by SGD with momentum on the endless image set (the paper: CIFAR-5M), as N grows with the number of "
     "heads fixed.",
-    small={
-        "gamma0": [{"gamma0": 0.1, "rate": 2.0}, {"gamma0": 0.25, "rate": 0.5}],
-        "alpha_a": [1.0, 0.5],
-        "head_dim": [4, 8, 16, 32],
-        "at": [0, 60, 200],
-        "seeds": 4,
-        "images": 16,
-        "model": {"heads": 4, "depth": 2, "batch_size": 64},
-    },
-    full={
-        "gamma0": [{"gamma0": 0.05, "rate": 0.5}, {"gamma0": 0.25, "rate": 0.5}],
-        "alpha_a": [1.0, 0.5],
-        "head_dim": [4, 8, 16, 32, 64, 128],
-        "at": [0, 100, 500, 2500],
-        "seeds": 4,
-        "images": 16,
-        "model": {"heads": 16, "depth": 2, "batch_size": 128, "patch_size": 4},
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

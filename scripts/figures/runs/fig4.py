@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scripts.figures import panels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -83,8 +83,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     ):
         for color, step, values in zip(panels.COLORS, settings["at"], data[name], strict=False):
             panels.power_law(one, settings["heads"], values, f"{step} steps", color=color, predicted=-1.0)
-        panels.label(one, f"{name.capitalize()}; dashed: slope -1", "heads H", unit)
-        panels.legend(one)
+        panels.label(one, f"{name.capitalize()}; dashed: slope -1", "heads H", unit, legend=True)
     return figure
 
 
@@ -96,24 +95,7 @@ FIGURE = Figure(
     "([dynamics.md](dynamics.md)) but not here: 64 new images of 16 positions a step, which the centred output reads twice, are "
     "64 x 16 x (2 x 40 - 1) directions of a matrix in 40 steps, with the two looks 83,968, and their record needs a width of "
     "336,000. On one batch of few images it stands in place of the many heads in [the infinite limit in time](#the-infinite-limit-in-time), where slopes are near -1 too.",
-    small={
-        "heads": [4, 8, 16, 32],
-        "limit": 96,
-        "at": [5, 40],
-        "seeds": 8,
-        "images": 64,
-        "model": {"head_dim": 4, "depth": 2, "rate": 0.5, "alpha_a": 0.5, "gamma0": 0.05, "beta0": 4.0},
-    },
-    full={
-        "heads": [8, 16, 32, 64, 128, 256, 512],
-        "limit": 2048,
-        "at": [25, 250, 2500],
-        "seeds": 10,
-        "images": 64,
-        "model": {
-            "head_dim": 4, "depth": 2, "rate": 0.5, "alpha_a": 0.5, "gamma0": 0.05, "beta0": 4.0, "batch_size": 128, "patch_size": 4
-        },
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

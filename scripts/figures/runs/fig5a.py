@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scripts.figures import panels
-from scripts.figures.result import Data, Figure, Row, Settings, exponent
+from scripts.figures.result import Data, Figure, Row, Settings, exponent, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -76,16 +76,10 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
             slope = rule["alpha_l"] - 1
             name = rf"$\alpha_L$ = {rule['alpha_l']:g}, $\beta_0$ = {rule['beta0']:g} (predicted {slope:+g})"
             panels.power_law(one, settings["depth"], values, name, color=color, predicted=slope)
-        panels.label(one, f"After {step} steps", "depth L", "root mean square change")
-        panels.legend(one)
+        panels.label(one, f"After {step} steps", "depth L", "root mean square change", legend=True)
     return figure
 
 
-_RULES = [
-    {"alpha_l": 1.0, "alpha_a": 1.0, "beta0": 12.0, "rate": 0.1},
-    {"alpha_l": 1.0, "alpha_a": 1.0, "beta0": 2.0, "rate": 0.1},
-    {"alpha_l": 0.5, "alpha_a": 0.5, "beta0": 5.66, "rate": 0.2},
-]
 
 FIGURE = Figure(
     title="Figure 5a: movement of query and key weights against depth",
@@ -94,20 +88,7 @@ FIGURE = Figure(
     "paper's ViT trained by SGD with momentum on the endless image set (the paper: CIFAR-5M), depth growing at fixed width. At "
     "alpha_L = 1 the limit needs L well above beta0 squared: before training, independent layers add about beta0²/L to the "
     "variance of the residual stream, by whose root LayerNorm divides all gradients. So beta0 = 2 stands beside the paper's 12.",
-    small={
-        "rules": _RULES,
-        "depth": [8, 16, 32, 64],
-        "at": [5, 20],
-        "seeds": 4,
-        "model": {"head_dim": 8, "heads": 4, "gamma0": 0.1, "batch_size": 64},
-    },
-    full={
-        "rules": _RULES,
-        "depth": [4, 8, 16, 32, 64],
-        "at": [100, 500, 2500],
-        "seeds": 4,
-        "model": {"head_dim": 8, "heads": 8, "gamma0": 0.1, "batch_size": 64, "patch_size": 4},
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -9,7 +9,7 @@ import numpy as np
 
 from scripts.figures import curves, panels
 from scripts.figures.runs import fig6
-from scripts.figures.result import Data, Figure, Row, Settings, mean
+from scripts.figures.result import Data, Figure, Row, estimate, Settings, mean, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -35,12 +35,12 @@ def rows(settings: Settings, data: Data) -> list[Row]:
     for when, window in (("mean over all steps", slice(None)), ("last tenth of the steps", slice(-5, None))):
         losses = [np.asarray(data[name]["depth"]["loss"])[:, :, window].mean(-1) for name in (first, second)]
         for size, one, other in zip(data[first]["depth"]["size"], *losses, strict=True):
-            measured, low, high = mean(one - other)
+            interval = mean(one - other)
             same = size == settings["base"]["depth"]
-            comparison = f"The paper has alpha_L = {first} better at large L. {_words(low, high)}"
+            comparison = f"The paper has alpha_L = {first} better at large L. {_words(*interval[1:])}"
             what = f"loss at alpha_L = {first} minus loss at {second}, L = {size}, {when}"
             note = "The same run, by two rules." if same else comparison
-            table.append(Row(what=what, measured=measured, low=low, high=high, kind="value", note=note))
+            table.append(estimate(what, interval, note=note))
     return table
 
 
@@ -54,8 +54,7 @@ def draw(settings: Settings, data: Data) -> matplotlib.figure.Figure:
     figure, axes = panels.row(len(data), "Figure 5b: loss against training FLOPs as depth grows")
     for one, name in zip(axes, data, strict=True):
         curves.draw_losses(one, "depth", data[name]["depth"], compute=True)
-        panels.label(one, rf"$\alpha_L$ = {name}", "training FLOPs", "nats")
-        panels.legend(one)
+        panels.label(one, rf"$\alpha_L$ = {name}", "training FLOPs", "nats", legend=True)
         one.set_ylim(*_limits(data))
     return figure
 
@@ -70,8 +69,7 @@ FIGURE = Figure(
     source="figure 5b of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss of the paper's ViT on the endless image set against training FLOPs as depth grows by either rule from one "
     "base model, at which branches and all learning rates are the same (the paper's two runs have other widths and learning rates).",
-    small={**fig6.FIGURE.small, "axes": ["depth"], "seeds": 4, "alpha_l": [1.0, 0.5]},
-    full={**fig6.FIGURE.full, "axes": ["depth"], "alpha_l": [1.0, 0.5]},
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.figures import curves
-from scripts.figures.result import Data, Figure, Row, Settings
+from scripts.figures.result import Data, Figure, Row, Settings, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -35,20 +35,7 @@ FIGURE = Figure(
     "paper finds loss curves nearly equal in N and H, slower early at large L, and similar final kernels. The widest model at hand stands for "
     "the limit: the limit itself is of H at one N and L, and 250 steps on 64 new images of 16 positions are "
     "64 x 16 x (2 x 250 - 1) = 510,976 directions of a matrix, whose record needs a width of two million ([dynamics.md](dynamics.md) says why).",
-    small={
-        "axes": ["head_dim", "heads", "depth"],
-        "base": {"head_dim": 8, "heads": 4, "depth": 2},
-        "factors": [1, 2, 4],
-        "seeds": 2,
-        "model": {"rate": 2.0, "steps": 250, "gamma0": 0.1, "beta0": 4.0},
-    },
-    full={
-        "axes": ["head_dim", "heads", "depth"],
-        "base": {"head_dim": 16, "heads": 16, "depth": 4},
-        "factors": [1, 2, 4, 8],
-        "seeds": 2,
-        "model": {"rate": 0.2, "steps": 75000, "gamma0": 0.1, "beta0": 4.0, "patch_size": 4},
-    },
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

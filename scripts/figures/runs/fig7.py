@@ -6,27 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.figures import curves
-from scripts.figures.result import Data, Figure, Row, Settings
+from scripts.figures.result import Data, Figure, Row, Settings, settings_of
 
 if TYPE_CHECKING:
     import matplotlib.figure
 
-SMALL = {
-    "axes": ["head_dim", "heads", "depth"],
-    "base": {"head_dim": 8, "heads": 4, "depth": 2},
-    "factors": [1, 2, 4],
-    "seeds": 2,
-    "model": {"rate": 0.05, "steps": 100, "gamma0": 0.25, "beta0": 4.0},
-}
-FULL = {
-    "axes": ["head_dim", "heads", "depth"],
-    "base": {"head_dim": 8, "heads": 8, "depth": 4},
-    "factors": [1, 2, 4, 8, 16],
-    "seeds": 2,
-    "model": {
-        "rate": 0.02, "steps": 10000, "gamma0": 0.25, "beta0": 4.0, "batch_size": 128, "seq_len": 256, "warmup_steps": 100,
-    },
-}  # fmt: skip
 
 
 def measure(settings: Settings, work: Path) -> dict[str, Any]:
@@ -49,8 +33,7 @@ FIGURE = Figure(
     source="figure 7 of Bordelon, Chaudhry and Pehlevan 2024 (arXiv 2405.15712)",
     about="Training loss, kernel of the last layer's features over the last positions of a text never trained on, and attention "
     "logits of the last layer, of the paper's decoder (alpha_A = alpha_L = 1) on the bytes of Python's sources (the paper: C4).",
-    small=SMALL,
-    full=FULL,
+    **settings_of(__name__),
     measure=measure,
     rows=rows,
     draw=draw,

@@ -28,7 +28,6 @@ NEEDS_TORCH = [
         ("attention", TINY),
         ("cross_entropy", TINY),
         ("devices", TINY),
-        ("generate", [*TINY, "--models", "lm-tiny"]),
         ("preset_cost", TINY),
         ("start", TINY),
         pytest.param("torch_step", [*TINY, "--model", "lm"], marks=NEEDS_TORCH),

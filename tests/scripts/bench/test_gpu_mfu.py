@@ -108,7 +108,7 @@ def test_a_point_that_takes_too_long_ends_with_what_it_started(monkeypatch: pyte
     monkeypatch.setattr(Point, "command", lambda *_: [gpu_mfu.sys.executable, "-c", code])
     began = gpu_mfu.time.monotonic()
     # Pipes of a child that lives on would be waited for.
-    assert gpu_mfu.answer(Point("gpt2"), gpu_mfu.argparse.Namespace(), 1.0) == {"failed": "no answer in 1 s"}
+    assert gpu_mfu.answer(Point("gpt2"), gpu_mfu.Options(), 1.0) == {"failed": "no answer in 1 s"}
     assert gpu_mfu.time.monotonic() - began < 30
 
 

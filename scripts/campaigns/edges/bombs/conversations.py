@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches
@@ -53,7 +53,7 @@ def samples() -> Iterator[Sample]:
     }
     either = {"batches of 10^9", "slices of 10^9", "5 MB of text"}
     for title, body in bodies.items():
-        make = functools.partial(_make, template=_PLAIN + body)
+        make = partial(_make, template=_PLAIN + body)
         codes = EITHER if title in either else REFUSED
         yield Sample(f"chat template: {title}", "chat templates", make, _read, codes)
     ordinary = {
@@ -61,7 +61,7 @@ def samples() -> Iterator[Sample]:
         "a loop over 1,000 numbers": _PLAIN + "{% for i in range(1000) %}{% endfor %}",
     }
     for title, template in ordinary.items():
-        make = functools.partial(_make, template=template)
+        make = partial(_make, template=template)
         yield Sample(f"chat template: {title}", "chat templates", make, _read, LOADS)
 
 

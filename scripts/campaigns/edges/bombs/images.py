@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, loading
 
 PIXELS = "--data.limits.megapixels"
+
+_READ = loading("images:images", images=True)
+_READ_THE_OTHERS = loading("images:images", images=True, on_broken="skip")
 
 
 def samples() -> Iterator[Sample]:
     """Yield every sample of this kind."""
     files: dict[str, tuple[Callable[[], bytes], tuple[int, ...], str]] = {
-        "png: 13,000 x 13,000, black and white": (functools.partial(_png, 13_000, 13_000), REFUSED, PIXELS),
-        "png: 60,000 x 60,000, black and white": (functools.partial(_png, 60_000, 60_000), REFUSED, PIXELS),
-        "png: 11,000 x 11,000, black and white": (functools.partial(_png, 11_000, 11_000), LOADS, ""),
-        "png: 9,000 x 9,000, palette": (functools.partial(_drawn, "PNG", "P", 9000), LOADS, ""),
-        "png: 11,000 x 11,000, colour": (functools.partial(_drawn, "PNG", "RGB", 11_000), LOADS, ""),
-        "png: 11,000 x 11,000, transparent": (functools.partial(_drawn, "PNG", "RGBA", 11_000), LOADS, ""),
-        "png: 11,000 x 11,000, 16 bits": (functools.partial(_drawn, "PNG", "I;16", 11_000), LOADS, ""),
-        "png: 100,000,000 x 1": (functools.partial(_png, 100_000_000, 1), LOADS, ""),
-        "png: 1 x 1,000,000": (functools.partial(_png, 1, 1_000_000), LOADS, ""),
-        "png: 2^31 x 2^31 in its header": (functools.partial(_png_header, 2**31 - 1, 2**31 - 1), REFUSED, ""),
+        "png: 13,000 x 13,000, black and white": (partial(_png, 13_000, 13_000), REFUSED, PIXELS),
+        "png: 60,000 x 60,000, black and white": (partial(_png, 60_000, 60_000), REFUSED, PIXELS),
+        "png: 11,000 x 11,000, black and white": (partial(_png, 11_000, 11_000), LOADS, ""),
+        "png: 9,000 x 9,000, palette": (partial(_drawn, "PNG", "P", 9000), LOADS, ""),
+        "png: 11,000 x 11,000, colour": (partial(_drawn, "PNG", "RGB", 11_000), LOADS, ""),
+        "png: 11,000 x 11,000, transparent": (partial(_drawn, "PNG", "RGBA", 11_000), LOADS, ""),
+        "png: 11,000 x 11,000, 16 bits": (partial(_drawn, "PNG", "I;16", 11_000), LOADS, ""),
+        "png: 100,000,000 x 1": (partial(_png, 100_000_000, 1), LOADS, ""),
+        "png: 1 x 1,000,000": (partial(_png, 1, 1_000_000), LOADS, ""),
+        "png: 2^31 x 2^31 in its header": (partial(_png_header, 2**31 - 1, 2**31 - 1), REFUSED, ""),
         "png: a text of 60 MB": (_png_text, REFUSED, ""),
         "png: a colour profile of 200 MB": (_png_profile, EITHER, ""),
-        "jpeg: 11,000 x 11,000": (functools.partial(_drawn, "JPEG", "RGB", 11_000), LOADS, ""),
-        "jpeg: 11,000 x 11,000, turned": (functools.partial(_drawn, "JPEG", "RGB", 11_000, turned=True), LOADS, ""),
+        "jpeg: 11,000 x 11,000": (partial(_drawn, "JPEG", "RGB", 11_000), LOADS, ""),
+        "jpeg: 11,000 x 11,000, turned": (partial(_drawn, "JPEG", "RGB", 11_000, turned=True), LOADS, ""),
         "jpeg: 10,000 x 10,000, progressive": (
-            functools.partial(_drawn, "JPEG", "RGB", 10_000, progressive=True),
+            partial(_drawn, "JPEG", "RGB", 10_000, progressive=True),
             LOADS,
             "",
         ),
-        "jpeg: 10,000 x 10,000, CMYK": (functools.partial(_drawn, "JPEG", "CMYK", 10_000), LOADS, ""),
-        "jpeg: 14,000 x 14,000": (functools.partial(_drawn, "JPEG", "L", 14_000), REFUSED, PIXELS),
+        "jpeg: 10,000 x 10,000, CMYK": (partial(_drawn, "JPEG", "CMYK", 10_000), LOADS, ""),
+        "jpeg: 14,000 x 14,000": (partial(_drawn, "JPEG", "L", 14_000), REFUSED, PIXELS),
         "jpeg: 65,500 x 65,500 in its header": (_jpeg_header, REFUSED, ""),
         "jpeg: 60 kB of EXIF": (_jpeg_exif, LOADS, ""),
         "gif: 65,535 x 65,535": (_gif_header, REFUSED, PIXELS),
-        "gif: 8,000 x 7,900": (functools.partial(_drawn, "GIF", "P", 7950), LOADS, ""),
+        "gif: 8,000 x 7,900": (partial(_drawn, "GIF", "P", 7950), LOADS, ""),
         "gif: 5,000 frames": (_frames, LOADS, ""),
-        "webp: 12,000 x 12,000": (functools.partial(_drawn, "WEBP", "RGB", 12_000), REFUSED, PIXELS),
-        "webp: 6,400 x 6,400": (functools.partial(_drawn, "WEBP", "RGB", 6400), LOADS, ""),
-        "webp: 6,400 x 6,400, transparent": (functools.partial(_drawn, "WEBP", "RGBA", 6400), LOADS, ""),
-        "tiff: 20,000 x 20,000": (functools.partial(_drawn, "TIFF", "1", 20_000), REFUSED, PIXELS),
-        "tiff: 7,900 x 7,900, one strip": (functools.partial(_drawn, "TIFF", "RGB", 7900), LOADS, ""),
-        "tiff: 7,900 x 7,900, 16 bits": (functools.partial(_drawn, "TIFF", "I;16", 7900), LOADS, ""),
-        "bmp: 100,000 x 100,000 in its header": (functools.partial(_bmp_header, 100_000), REFUSED, ""),
-        "bmp: 8,000 x 8,000, run lengths": (functools.partial(_bmp_header, 8000), EITHER, ""),
-        "jp2: 12,000 x 12,000": (functools.partial(_drawn, "JPEG2000", "L", 12_000), REFUSED, PIXELS),
-        "jp2: 5,500 x 5,500": (functools.partial(_drawn, "JPEG2000", "RGB", 5500), LOADS, ""),
-        "avif: 5,000 x 5,000": (functools.partial(_drawn, "AVIF", "RGB", 5000), LOADS, ""),
+        "webp: 12,000 x 12,000": (partial(_drawn, "WEBP", "RGB", 12_000), REFUSED, PIXELS),
+        "webp: 6,400 x 6,400": (partial(_drawn, "WEBP", "RGB", 6400), LOADS, ""),
+        "webp: 6,400 x 6,400, transparent": (partial(_drawn, "WEBP", "RGBA", 6400), LOADS, ""),
+        "tiff: 20,000 x 20,000": (partial(_drawn, "TIFF", "1", 20_000), REFUSED, PIXELS),
+        "tiff: 7,900 x 7,900, one strip": (partial(_drawn, "TIFF", "RGB", 7900), LOADS, ""),
+        "tiff: 7,900 x 7,900, 16 bits": (partial(_drawn, "TIFF", "I;16", 7900), LOADS, ""),
+        "bmp: 100,000 x 100,000 in its header": (partial(_bmp_header, 100_000), REFUSED, ""),
+        "bmp: 8,000 x 8,000, run lengths": (partial(_bmp_header, 8000), EITHER, ""),
+        "jp2: 12,000 x 12,000": (partial(_drawn, "JPEG2000", "L", 12_000), REFUSED, PIXELS),
+        "jp2: 5,500 x 5,500": (partial(_drawn, "JPEG2000", "RGB", 5500), LOADS, ""),
+        "avif: 5,000 x 5,000": (partial(_drawn, "AVIF", "RGB", 5000), LOADS, ""),
         "ppm: 10^9 x 10^9 in its header": (lambda: b"P6 1000000000 1000000000 255\n" + bytes(1000), REFUSED, ""),
         "tga: 65,535 x 65,535 in its header": (_tga_header, REFUSED, ""),
         "ico: 256 entries": (_icon, EITHER, ""),
@@ -61,14 +64,14 @@ def samples() -> Iterator[Sample]:
         "sgi: 65,535 x 65,535 in its header": (_sgi_header, REFUSED, ""),
     }
     for title, (content, codes, flag) in files.items():
-        make = functools.partial(_make, suffix=title.partition(":")[0], content=content)
-        yield Sample(f"image {title}", "images", make, _read, codes, flag)
-    bomb = functools.partial(_make, suffix="png", content=files["png: 13,000 x 13,000, black and white"][0])
-    yield Sample("image png: 13,000 x 13,000, left out", "images", bomb, _read_the_others, LOADS, "left out")
+        make = partial(_make, suffix=title.partition(":")[0], content=content)
+        yield Sample(f"image {title}", "images", make, _READ, codes, flag)
+    bomb = partial(_make, suffix="png", content=files["png: 13,000 x 13,000, black and white"][0])
+    yield Sample("image png: 13,000 x 13,000, left out", "images", bomb, _READ_THE_OTHERS, LOADS, "left out")
     yield Sample("image png: 13,000 x 13,000, allowed", "images", bomb, _read_all, LOADS)
-    eight = functools.partial(_make, suffix="png", content=files["png: 11,000 x 11,000, colour"][0], copies=4)
-    yield Sample("image png: four of 11,000 x 11,000", "images", eight, _read, LOADS)
-    yield Sample("image jpeg: a photograph of 100 megapixels", "honest", _photograph, _read, LOADS)
+    eight = partial(_make, suffix="png", content=files["png: 11,000 x 11,000, colour"][0], copies=4)
+    yield Sample("image png: four of 11,000 x 11,000", "images", eight, _READ, LOADS)
+    yield Sample("image jpeg: a photograph of 100 megapixels", "honest", _photograph, _READ, LOADS)
 
 
 def _make(folder: Path, suffix: str, content: Callable[[], bytes], copies: int = 1) -> None:
@@ -88,14 +91,6 @@ def _small_images(folder: Path) -> None:
         for number in range(12):
             pixels = np.random.default_rng(number).integers(0, 255, (40, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / "images" / label / f"{number}.png")
-
-
-def _read(folder: Path) -> int:
-    return first_batches(folder, "images:images", images=True)
-
-
-def _read_the_others(folder: Path) -> int:
-    return first_batches(folder, "images:images", images=True, on_broken="skip")
 
 
 def _read_all(folder: Path) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import bz2
-import functools
 import gzip
 import json
 import lzma
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, mupax
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, first_batches, loading, mupax
 
 MIB = 2**20
 RATIO = "--data.limits.ratio"
@@ -90,6 +90,7 @@ def _wide_list() -> Iterator[bytes]:
     yield b"{}]}\n"
 
 
+_STREAM = loading("hf:set")
 _STREAMS: dict[str, tuple[Callable[[], Iterator[bytes]], str]] = {
     "a first line of 1.2 GB": (_long_first, "--data.limits"),
     "a later line of 1.2 GB": (_long_later, "--data.limits"),
@@ -104,30 +105,26 @@ def _lines() -> Iterator[Sample]:
     for suffix in ("gz", "zst", "bz2", "xz"):
         for title, (blocks, flag) in _STREAMS.items():
             file = f"data.jsonl.{suffix}"
-            make = functools.partial(_make_file, file=file, blocks=blocks)
-            read = functools.partial(_prepare, file=file)
+            make = partial(_make_file, file=file, blocks=blocks)
+            read = command(f"data prepare records:{file}")
             codes = REFUSED if flag else LOADS
             yield Sample(f"{file}: {title}", f"JSON lines .{suffix}", make, read, codes, flag)
     # Where nothing stands before what is left out, nothing is left to read.
     left = (("gz", "a later line of 1.2 GB", "left out"), ("zst", "a first line of 1.2 GB", RATIO))
     for suffix, title, says in left:
         file = f"data.jsonl.{suffix}"
-        make = functools.partial(_make_file, file=file, blocks=_STREAMS[title][0])
-        read = functools.partial(_prepare, file=file, more=["--on-broken", "skip"])
+        make = partial(_make_file, file=file, blocks=_STREAMS[title][0])
+        read = command(f"data prepare records:{file} --on-broken skip")
         yield Sample(f"{file}: {title}, left out", f"JSON lines .{suffix}", make, read, EITHER, says)
     for suffix in ("gz", "zst", "bz2", "xz"):
         file = f"data.jsonl.{suffix}"
-        make = functools.partial(_make_file, file=file, blocks=_STREAMS["1.1 GB of one line"][0])
-        read = functools.partial(_chat, file=file)
+        make = partial(_make_file, file=file, blocks=_STREAMS["1.1 GB of one line"][0])
+        read = partial(_chat, file=file)
         yield Sample(f"{file}: 1.1 GB of no conversation", "conversations", make, read, REFUSED)
 
 
 def _make_file(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
     _write(folder / file, blocks())
-
-
-def _prepare(folder: Path, file: str, more: list[str] | None = None) -> int:
-    return mupax(folder, "data", "prepare", f"records:{file}", *(more or []))
 
 
 def _chat(folder: Path, file: str) -> int:
@@ -152,8 +149,8 @@ def _plain_lines() -> Iterator[Sample]:
         "9 MB of escapes": (b'{"text":"' + b"\\u0410" * 1_500_000 + b'"}\n' + _GOOD, LOADS),
     }
     for title, (content, codes) in contents.items():
-        make = functools.partial(_make_bytes, file="data.jsonl", content=content)
-        read = functools.partial(_prepare, file="data.jsonl")
+        make = partial(_make_bytes, file="data.jsonl", content=content)
+        read = command("data prepare records:data.jsonl")
         yield Sample(f"data.jsonl: {title}", "JSON lines", make, read, codes)
 
 
@@ -164,11 +161,11 @@ def _make_bytes(folder: Path, file: str, content: bytes) -> None:
 def _parquet() -> Iterator[Sample]:
     tables: dict[str, tuple[Callable[[Path], object], tuple[int, ...], str]] = {
         "two million rows of a text of 1 MB": (_one_text, REFUSED, RATIO),
-        "two million rows of a text of 20 MB": (functools.partial(_one_text, size=20_000_000), REFUSED, RATIO),
-        "a row of 1 GB": (functools.partial(_one_row, size=1000), REFUSED, "--data.limits"),
-        "a row of 100 MB": (functools.partial(_one_row, size=100), REFUSED, "--data.limits"),
-        "40 million empty rows": (functools.partial(_empty_rows, value=""), REFUSED, RATIO),
-        "40 million rows of null": (functools.partial(_empty_rows, value=None), REFUSED, "null"),
+        "two million rows of a text of 20 MB": (partial(_one_text, size=20_000_000), REFUSED, RATIO),
+        "a row of 1 GB": (partial(_one_row, size=1000), REFUSED, "--data.limits"),
+        "a row of 100 MB": (partial(_one_row, size=100), REFUSED, "--data.limits"),
+        "40 million empty rows": (partial(_empty_rows, value=""), REFUSED, RATIO),
+        "40 million rows of null": (partial(_empty_rows, value=None), REFUSED, "null"),
         "texts that share a prefix of 1 MB": (_shared_prefix, REFUSED, RATIO),
         "a page that hides its size in the footer": (_hidden_size, REFUSED, ""),
         "20,000 row groups": (_many_groups, LOADS, ""),
@@ -178,13 +175,13 @@ def _parquet() -> Iterator[Sample]:
         "a prompt repeated 2,000 times": (_repeated_prompts, LOADS, ""),
     }
     for title, (make, codes, flag) in tables.items():
-        read = functools.partial(_prepare, file="data.parquet")
+        read = command("data prepare records:data.parquet")
         yield Sample(f"data.parquet: {title}", "Parquet", make, read, codes, flag)
     yield Sample(
         "chat.parquet: two million messages of 1 MB",
         "conversations",
         _one_message,
-        functools.partial(_chat, file="chat.parquet"),
+        partial(_chat, file="chat.parquet"),
         REFUSED,
         RATIO,
     )
@@ -192,7 +189,7 @@ def _parquet() -> Iterator[Sample]:
         "data.parquet: two million rows of a text of 1 MB, left out",
         "Parquet",
         _one_text,
-        functools.partial(_prepare, file="data.parquet", more=["--on-broken", "skip"]),
+        command("data prepare records:data.parquet --on-broken skip"),
         REFUSED,
         "left out",
     )
@@ -330,12 +327,12 @@ def _repeated_prompts(folder: Path) -> None:
 
 def _hub() -> Iterator[Sample]:
     for suffix in ("gz", "zst", "xz"):
-        make = functools.partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_later)
-        yield Sample(f"hf:FOLDER, .{suffix}: a line of 1.2 GB", "datasets", make, _stream, REFUSED)
-        make = functools.partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_first)
-        yield Sample(f"hf:FOLDER, .{suffix}: a first line of 1.2 GB", "datasets", make, _stream, REFUSED)
-    yield Sample("hf:FOLDER: Parquet of one text", "datasets", _hub_parquet, _stream, REFUSED, RATIO)
-    yield Sample("hf:FOLDER: ordinary Parquet", "datasets", _hub_ordinary, _stream, LOADS)
+        make = partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_later)
+        yield Sample(f"hf:FOLDER, .{suffix}: a line of 1.2 GB", "datasets", make, _STREAM, REFUSED)
+        make = partial(_make_in_folder, file=f"train.jsonl.{suffix}", blocks=_long_first)
+        yield Sample(f"hf:FOLDER, .{suffix}: a first line of 1.2 GB", "datasets", make, _STREAM, REFUSED)
+    yield Sample("hf:FOLDER: Parquet of one text", "datasets", _hub_parquet, _STREAM, REFUSED, RATIO)
+    yield Sample("hf:FOLDER: ordinary Parquet", "datasets", _hub_ordinary, _STREAM, LOADS)
 
 
 def _make_in_folder(folder: Path, file: str, blocks: Callable[[], Iterator[bytes]]) -> None:
@@ -353,24 +350,20 @@ def _hub_ordinary(folder: Path) -> None:
     _ordinary(folder / "set")
 
 
-def _stream(folder: Path) -> int:
-    return first_batches(folder, "hf:set")
-
-
 def _arrays() -> Iterator[Sample]:
-    read_ids = functools.partial(_prepare, file="ids.npy", more=["--tokenizer", "ids:300"])
+    read_ids = command("data prepare records:ids.npy --tokenizer ids:300")
     for title, make in {
         "objects, which are pickled": _npy_objects,
-        "a header of 4 GB": functools.partial(_npy_header, header=b"x" * 100, length=2**32 - 1),
-        "a header nested 4,000 deep": functools.partial(_npy_header, header=b"(" * 4000 + b")" * 4000),
-        "a shape of 10^18": functools.partial(_npy_header, header=_npy_fields("<u2", (10**18,))),
-        "a type of 1 GB": functools.partial(_npy_header, header=_npy_fields("|V1000000000", (1,))),
+        "a header of 4 GB": partial(_npy_header, header=b"x" * 100, length=2**32 - 1),
+        "a header nested 4,000 deep": partial(_npy_header, header=b"(" * 4000 + b")" * 4000),
+        "a shape of 10^18": partial(_npy_header, header=_npy_fields("<u2", (10**18,))),
+        "a type of 1 GB": partial(_npy_header, header=_npy_fields("|V1000000000", (1,))),
     }.items():
         yield Sample(f"ids.npy: {title}", "NumPy", make, read_ids, REFUSED)
-    read_parts = functools.partial(mupax_data, words=["prepare", "cifar5m", "--data-dir", "."])
+    read_parts = command("data prepare cifar5m --data-dir .")
     for title, make in {
-        "10^11 images": functools.partial(_npz, shape=(10**11, 32, 32, 3)),
-        "an array of other things": functools.partial(_npz, shape=(10**11,)),
+        "10^11 images": partial(_npz, shape=(10**11, 32, 32, 3)),
+        "an array of other things": partial(_npz, shape=(10**11,)),
         "5 GB of zeros": _npz_zeros,
         "objects, which are pickled": _npz_objects,
     }.items():
@@ -380,20 +373,15 @@ def _arrays() -> Iterator[Sample]:
         "10^9 images of a pixel": (1_000_000_000, 1, 1),
         "an image of 10^9 pixels": (1, 31623, 31623),
     }.items():
-        make = functools.partial(_idx, sizes=sizes)
+        make = partial(_idx, sizes=sizes)
         yield Sample(f"IDX .gz: {title}", "IDX", make, _read_idx, REFUSED)
     yield Sample(
         "IDX: 9 million images of a pixel",
         "IDX",
-        functools.partial(_idx, sizes=(9_000_000, 1, 1), plain=True),
+        partial(_idx, sizes=(9_000_000, 1, 1), plain=True),
         _read_pixel,
         LOADS,
     )
-
-
-def mupax_data(folder: Path, words: list[str]) -> int:
-    """Run a command of `mupax data`."""
-    return mupax(folder, "data", *words)
 
 
 def _npy_objects(folder: Path) -> None:
@@ -483,15 +471,15 @@ def _honest() -> Iterator[Sample]:
     """Yield large files that must load."""
     for suffix in ("gz", "zst", "bz2", "xz"):
         file = f"data.jsonl.{suffix}"
-        make = functools.partial(_make_file, file=file, blocks=_thirty_to_one)
+        make = partial(_make_file, file=file, blocks=_thirty_to_one)
         yield Sample(
-            f"{file}: 100 MB that compress 30:1", "honest", make, functools.partial(_prepare, file=file), LOADS
+            f"{file}: 100 MB that compress 30:1", "honest", make, command(f"data prepare records:{file}"), LOADS
         )
     for vocabulary in ("bytes", "subwords"):
-        read = functools.partial(_book, vocabulary=vocabulary)
+        read = partial(_book, vocabulary=vocabulary)
         yield Sample(f"data.jsonl: two books of 9 MB, {vocabulary}", "honest", _make_books, read, LOADS)
-    read = functools.partial(_prepare, file="data.parquet")
-    large = functools.partial(_ordinary, rows=200_000, row_group_size=5000)
+    read = command("data prepare records:data.parquet")
+    large = partial(_ordinary, rows=200_000, row_group_size=5000)
     yield Sample("data.parquet: 40 row groups", "honest", large, read, LOADS)
 
 
@@ -522,4 +510,4 @@ def _book(folder: Path, vocabulary: str) -> int:
 
         (folder / "tokenizer.json").write_text(json.dumps(small_tokenizer()))
         name = "tokenizer.json"
-    return _prepare(folder, "data.jsonl", ["--tokenizer", name])
+    return mupax(folder, "data", "prepare", "records:data.jsonl", "--tokenizer", name)

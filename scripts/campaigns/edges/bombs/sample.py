@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ EITHER = (0, 2)
 """For damage that one version of a library reads and another does not."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Sample:
     """A file of a stranger.
 
@@ -74,3 +74,13 @@ def first_batches(folder: Path, name: str, **fields: Any) -> int:
         return 0
 
     return load([])
+
+
+def command(line: str) -> Callable[[Path], int]:
+    """Return a reader: a `mupax` command in the folder of the sample."""
+    return lambda folder: mupax(folder, *line.split())
+
+
+def loading(name: str, **fields: Any) -> Callable[[Path], int]:
+    """Return a reader: what a run does with data of a name before its first step."""
+    return lambda folder: first_batches(folder, name, **fields)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, mupax
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, mupax
 
 _CHARACTERS = "abcdefghijklmnopqrstuvwxyz "
+
+_READ = command("data prepare text:text.txt --tokenizer tokenizer.json --separator a")
 
 
 def samples() -> Iterator[Sample]:
@@ -21,14 +23,14 @@ def samples() -> Iterator[Sample]:
     files: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
         "1,000 Unigram pieces of 9,000 letters": (_long_pieces, REFUSED),
         "the same, its type hidden in escapes": (_hidden_pieces, REFUSED),
-        "250,000 Unigram pieces": (functools.partial(_pieces, 250_000, 8), LOADS),
+        "250,000 Unigram pieces": (partial(_pieces, 250_000, 8), LOADS),
         "400,000 BPE tokens": (_many_tokens, LOADS),
-        "an id of 4 billion": (functools.partial(_bpe, vocab={"zz": 4_294_967_295}), REFUSED),
-        "60,000 added tokens": (functools.partial(_added, 60_000, 8), LOADS),
-        "1,000 added tokens of 9,000 letters": (functools.partial(_added, 1000, 9000), REFUSED),
-        "a special token of 5 million letters": (functools.partial(_added, 1, 5_000_000), REFUSED),
-        "a prefix of 5 million letters": (functools.partial(_bpe, continuing_subword_prefix="x" * 5_000_000), REFUSED),
-        "an ending of 5 million letters": (functools.partial(_bpe, end_of_word_suffix="x" * 5_000_000), REFUSED),
+        "an id of 4 billion": (partial(_bpe, vocab={"zz": 4_294_967_295}), REFUSED),
+        "60,000 added tokens": (partial(_added, 60_000, 8), LOADS),
+        "1,000 added tokens of 9,000 letters": (partial(_added, 1000, 9000), REFUSED),
+        "a special token of 5 million letters": (partial(_added, 1, 5_000_000), REFUSED),
+        "a prefix of 5 million letters": (partial(_bpe, continuing_subword_prefix="x" * 5_000_000), REFUSED),
+        "an ending of 5 million letters": (partial(_bpe, end_of_word_suffix="x" * 5_000_000), REFUSED),
         "a normalizer that prepends 5 million letters": (
             _normalizer({"type": "Prepend", "prepend": "a" * 5_000_000}),
             REFUSED,
@@ -59,10 +61,10 @@ def samples() -> Iterator[Sample]:
         "nested a million deep": (lambda: b'{"version":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}", REFUSED),
         "normalizers nested 100 deep": (_nested, EITHER),
         "no JSON": (lambda: b"\x80\x04\x95" + bytes(1000), REFUSED),
-        "no vocabulary": (functools.partial(_described, {"type": "BPE", "vocab": {}, "merges": []}), REFUSED),
-        "merges of nothing": (functools.partial(_bpe, merges=[["q", "nothing"]]), REFUSED),
+        "no vocabulary": (partial(_described, {"type": "BPE", "vocab": {}, "merges": []}), REFUSED),
+        "merges of nothing": (partial(_bpe, merges=[["q", "nothing"]]), REFUSED),
         "a million merges of one pair": (
-            functools.partial(_bpe, vocab={"ab": 30}, merges=[["a", "b"]] * 700_000),
+            partial(_bpe, vocab={"ab": 30}, merges=[["a", "b"]] * 700_000),
             EITHER,
         ),
         "padding to 10^9 tokens": (_padded, LOADS),
@@ -72,14 +74,12 @@ def samples() -> Iterator[Sample]:
         ),
     }
     for title, (content, codes) in files.items():
-        make = functools.partial(_make, content=content)
-        yield Sample(f"tokenizer.json: {title}", "tokenizer.json", make, _read, codes)
+        make = partial(_make, content=content)
+        yield Sample(f"tokenizer.json: {title}", "tokenizer.json", make, _READ, codes)
     for title in ("1,000 Unigram pieces of 9,000 letters", "a normalizer that writes 3 million for a letter"):
-        make = functools.partial(_make, content=files[title][0])
+        make = partial(_make, content=files[title][0])
         yield Sample(f"tokenizer.json: {title}, trained on records", "tokenizer.json", make, _read_stream, REFUSED)
-    yield Sample(
-        "tokenizer.json: 30 MB, 260,000 tokens", "honest", functools.partial(_make, content=_large), _read, LOADS
-    )
+    yield Sample("tokenizer.json: 30 MB, 260,000 tokens", "honest", partial(_make, content=_large), _READ, LOADS)
 
 
 def _make(folder: Path, content: Callable[[], Any]) -> None:
@@ -87,10 +87,6 @@ def _make(folder: Path, content: Callable[[], Any]) -> None:
     text = value if isinstance(value, bytes) else json.dumps(value, ensure_ascii=False).encode()
     (folder / "tokenizer.json").write_bytes(text)
     (folder / "text.txt").write_text("the hello of a world\n" * 2000 + "a" * 3000 + "\n")
-
-
-def _read(folder: Path) -> int:
-    return mupax(folder, "data", "prepare", "text:text.txt", "--tokenizer", "tokenizer.json", "--separator", "a")
 
 
 def _read_stream(folder: Path) -> int:
@@ -131,7 +127,7 @@ def _normalizer(step: dict[str, Any]) -> Callable[[], dict[str, Any]]:
 
 
 def _part(name: str, value: Any) -> Callable[[], dict[str, Any]]:
-    return functools.partial(_described, _model(), **{name: value})
+    return partial(_described, _model(), **{name: value})
 
 
 def _split(pattern: str) -> dict[str, Any]:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, first_batches, mupax
+from scripts.campaigns.edges.bombs.sample import EITHER, LOADS, REFUSED, Sample, command, first_batches, mupax
 
 _CONFIG = {
     "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16,
     "activation_function": "gelu_new", "tie_word_embeddings": True,
 }  # fmt: skip
 
+_IMPORT = command("import model --out imported")
+
 
 def samples() -> Iterator[Sample]:
     """Yield every sample of this kind."""
-    yield Sample("weights: ordinary", "weights", _weights, _import, LOADS)
+    yield Sample("weights: ordinary", "weights", _weights, _IMPORT, LOADS)
     yield from _values()
     yield from _headers()
     yield from _configs()
@@ -55,10 +57,6 @@ def _weights(folder: Path, tensors: dict[str, Any] | None = None, **config: Any)
     return place
 
 
-def _import(folder: Path) -> int:
-    return mupax(folder, "import", "model", "--out", "imported")
-
-
 def _describe(folder: Path) -> int:
     """Open the weights as `train.load` does, and write a text."""
     from mupax import terminal
@@ -87,13 +85,13 @@ def _values() -> Iterator[Sample]:
     import math
 
     for title, value in {"NaN": math.nan, "infinity": math.inf}.items():
-        make = functools.partial(_wrong_value, value=value)
-        yield Sample(f"weights: {title} in an embedding, zoo import", "weights", make, _import, REFUSED, "token")
-    make = functools.partial(_wrong_value, value=math.nan)
+        make = partial(_wrong_value, value=value)
+        yield Sample(f"weights: {title} in an embedding, zoo import", "weights", make, _IMPORT, REFUSED, "token")
+    make = partial(_wrong_value, value=math.nan)
     yield Sample("weights: NaN in an embedding, --init-from", "weights", make, _init_from, REFUSED, "token")
     yield Sample("weights: NaN in an embedding, train.load", "weights", make, _describe, REFUSED, "token")
-    half = functools.partial(_wrong_value, value=math.nan, half=True)
-    yield Sample("weights: NaN in half precision", "weights", half, _import, REFUSED, "token")
+    half = partial(_wrong_value, value=math.nan, half=True)
+    yield Sample("weights: NaN in half precision", "weights", half, _IMPORT, REFUSED, "token")
 
 
 def _wrong_value(folder: Path, value: float, *, half: bool = False) -> None:
@@ -116,32 +114,30 @@ def _entry(shape: list[int], start: int, stop: int) -> dict[str, Any]:
 
 def _headers() -> Iterator[Sample]:
     headers: dict[str, Callable[[Path], object]] = {
-        "a header of 2^63 bytes": functools.partial(_raw, header=b"{}", length=2**63),
-        "a header of 90 MB that is not there": functools.partial(_raw, header=b"{}", length=90_000_000),
-        "a shape of 10^18": functools.partial(_raw, header=json.dumps({"a": _entry([10**18], 0, 64)}).encode()),
-        "a shape that overflows": functools.partial(
-            _raw, header=json.dumps({"a": _entry([2**33, 2**33], 0, 64)}).encode()
-        ),
-        "tensors that overlap": functools.partial(
+        "a header of 2^63 bytes": partial(_raw, header=b"{}", length=2**63),
+        "a header of 90 MB that is not there": partial(_raw, header=b"{}", length=90_000_000),
+        "a shape of 10^18": partial(_raw, header=json.dumps({"a": _entry([10**18], 0, 64)}).encode()),
+        "a shape that overflows": partial(_raw, header=json.dumps({"a": _entry([2**33, 2**33], 0, 64)}).encode()),
+        "tensors that overlap": partial(
             _raw, header=json.dumps({"a": _entry([16], 0, 64), "b": _entry([16], 0, 64)}).encode()
         ),
-        "offsets beyond the file": functools.partial(_raw, header=json.dumps({"a": _entry([16], 0, 10**12)}).encode()),
+        "offsets beyond the file": partial(_raw, header=json.dumps({"a": _entry([16], 0, 10**12)}).encode()),
         "100,000 tensors": _many_tensors,
-        "a shape of a million axes": functools.partial(
+        "a shape of a million axes": partial(
             _raw, header=json.dumps({"a": _entry([1] * 1_000_000, 0, 4)}).encode(), data=4
         ),
-        "a header nested a million deep": functools.partial(_raw, header=b'{"a":' * 1_000_000 + b"}" * 1_000_000),
-        "8 MB of metadata": functools.partial(
+        "a header nested a million deep": partial(_raw, header=b'{"a":' * 1_000_000 + b"}" * 1_000_000),
+        "8 MB of metadata": partial(
             _raw, header=json.dumps({"__metadata__": {str(i): "x" for i in range(500_000)}}).encode(), data=0
         ),
         "an index of a million tensors": _many_in_index,
-        "an index that leads out of the folder": functools.partial(_index, file="../../../etc/passwd.safetensors"),
-        "an index of numbers": functools.partial(_index, file=7),
+        "an index that leads out of the folder": partial(_index, file="../../../etc/passwd.safetensors"),
+        "an index of numbers": partial(_index, file=7),
         "an index nested 100,000 deep": _deep_index,
         "a pickle": _pickle,
     }
     for title, make in headers.items():
-        yield Sample(f"safetensors: {title}", "weights", make, _import, REFUSED)
+        yield Sample(f"safetensors: {title}", "weights", make, _IMPORT, REFUSED)
 
 
 def _many_tensors(folder: Path) -> None:
@@ -188,8 +184,8 @@ def _configs() -> Iterator[Sample]:
         "a list as a size": {"n_embd": [16]},
     }
     for title, changed in fields.items():
-        make = functools.partial(_weights, **changed)
-        yield Sample(f"config.json: {title}", "weights", make, _import, REFUSED)
+        make = partial(_weights, **changed)
+        yield Sample(f"config.json: {title}", "weights", make, _IMPORT, REFUSED)
     vit = {
         "model_type": "vit",
         "hidden_size": 16,
@@ -197,10 +193,10 @@ def _configs() -> Iterator[Sample]:
         "num_attention_heads": 2,
         "intermediate_size": 64,
     }
-    make = functools.partial(_weights, **vit, id2label={str(i): f"class {i}" for i in range(200_000)})
-    yield Sample("config.json: 200,000 classes", "weights", make, _import, REFUSED)
-    yield Sample("config.json: nested 100,000 deep", "weights", _deep_config, _import, REFUSED)
-    yield Sample("config.json: 9 MB of lists", "weights", _wide_config, _import, EITHER)
+    make = partial(_weights, **vit, id2label={str(i): f"class {i}" for i in range(200_000)})
+    yield Sample("config.json: 200,000 classes", "weights", make, _IMPORT, REFUSED)
+    yield Sample("config.json: nested 100,000 deep", "weights", _deep_config, _IMPORT, REFUSED)
+    yield Sample("config.json: 9 MB of lists", "weights", _wide_config, _IMPORT, EITHER)
 
 
 def _deep_config(folder: Path) -> None:
@@ -213,21 +209,22 @@ def _wide_config(folder: Path) -> None:
 
 
 def _links() -> Iterator[Sample]:
-    read = functools.partial(_push)
+    read = command("push model --to me/model --dry-run")
     for name in ("README.md", "vocab.txt", "secret.json", "tokenizer.model"):
-        make = functools.partial(_linked, name=name)
+        make = partial(_linked, name=name)
         yield Sample(f"push: {name} is a link to a secret", "links", make, read, REFUSED, name)
     yield Sample("push: the folder of a link", "links", _link_of_link, read, REFUSED, "README.md")
     yield Sample("push: a link that stays inside", "links", _inner_link, read, LOADS, "README.md")
     yield Sample(
-        "push: the cache of the hub", "links", _hub_cache, functools.partial(_push, path="link"), LOADS, "config.json"
+        "push: the cache of the hub",
+        "links",
+        _hub_cache,
+        command("push link --to me/model --dry-run"),
+        LOADS,
+        "config.json",
     )
-    linked_import = functools.partial(_linked, name="vocab.txt")
-    yield Sample("zoo import: vocab.txt is a link to a secret", "links", linked_import, _import, REFUSED, "vocab.txt")
-
-
-def _push(folder: Path, path: str = "model") -> int:
-    return mupax(folder, "push", path, "--to", "me/model", "--dry-run")
+    linked_import = partial(_linked, name="vocab.txt")
+    yield Sample("zoo import: vocab.txt is a link to a secret", "links", linked_import, _IMPORT, REFUSED, "vocab.txt")
 
 
 def _linked(folder: Path, name: str) -> None:
@@ -272,9 +269,9 @@ def _features() -> Iterator[Sample]:
         "a module of TFDS that is no feature": {"pythonClassName": "tensorflow_datasets.testing.mocking.Feature"},
     }
     for title, feature in texts.items():
-        make = functools.partial(_data_set, feature=feature)
+        make = partial(_data_set, feature=feature)
         yield Sample(f"features.json: {title}", "TFDS", make, _read_data_set, REFUSED, "features.json")
-    deep = functools.partial(_data_set, feature=None)
+    deep = partial(_data_set, feature=None)
     yield Sample("features.json: nested 100,000 deep", "TFDS", deep, _read_data_set, REFUSED)
 
 
