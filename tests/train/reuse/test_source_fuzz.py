@@ -17,7 +17,7 @@ import pytest
 from mupax.disk import JsonError
 from mupax.memory import MemoryLimitError
 from mupax.train.config.run import PresetConfig
-from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import trained
 from mupax.train.reuse.huggingface import files as pretrained_files
 from mupax.train.reuse.source import WeightsError
 from mupax.zoo.configs import ConfigError, DecoderConfig
@@ -57,7 +57,7 @@ def tensors_of(folder: Path) -> list[tuple[str, np.ndarray]]:
 def imported(folder: Path) -> None:
     (folder / "hf").mkdir()
     model_files(folder / "hf")
-    source = pretrained.read(folder / "hf")
+    source = trained.read(folder / "hf")
     for file in (folder / "hf").iterdir():
         file.unlink()
     (folder / "hf").rmdir()
@@ -83,14 +83,14 @@ def test_broken_files_are_read_or_refused(case: Any, tmp_path: Path) -> None:
     make(tmp_path)
     content, draw, refused = (tmp_path / name).read_bytes(), random.Random(7), 0
     longest = 0
-    good = pretrained.read(tmp_path)
+    good = trained.read(tmp_path)
     shapes = {key: value.shape for key, value in good.params.items()}
     mutations = MUTATIONS // 4 if make is imported else MUTATIONS
     for i in range(mutations):
         (tmp_path / name).write_bytes(broken(content, draw))
         began = time.process_time()
         try:
-            source = pretrained.read(tmp_path)
+            source = trained.read(tmp_path)
         except REFUSED as error:
             refused += 1
             longest = max(longest, len(str(error)))

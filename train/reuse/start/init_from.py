@@ -20,9 +20,7 @@ from mupax.train.core import state
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.processes import Processes
-from mupax.train.reuse import own_files, plain, runs, transplant
-from mupax.train.reuse import source as pretrained
-from mupax.train.reuse.outline import outline
+from mupax.train.reuse import own_files, plain, runs, trained, transplant
 from mupax.train.reuse.source import WeightsSource
 from mupax.train.reuse.start.plan import InitError, Row, ScaledModel, plan
 from mupax.zoo.definition import definition
@@ -65,7 +63,7 @@ def settled(config: Config, folder: Path, held: bool, processes: Processes) -> C
         return dataclasses.replace(config, init=init)
     if start.init_from is None:
         return config
-    path = processes.broadcast("init_from", lambda: str(pretrained.located(path_of(start.init_from or ""))))
+    path = processes.broadcast("init_from", lambda: str(trained.describe(path_of(start.init_from or "")).exact_path))
     return _with_tokenizer(dataclasses.replace(config, init=dataclasses.replace(start, init_from=path)))
 
 
@@ -76,13 +74,12 @@ def _with_tokenizer(config: Config) -> Config:
     """
     if config.data.task != "tokens" or config.data.tokenizer != _UNNAMED:
         return config
-    origin = outline(path_of(config.init.init_from or ""))
-    if origin.run is not None or origin.model.task != "tokens" or origin.tokenizer == _UNNAMED:
+    origin = trained.describe(path_of(config.init.init_from or ""))
+    file = origin.tokenizer_file() if origin.run is None else None
+    if file is None or origin.model.sizes()["vocab"] != config.model.sizes()["vocab"]:
         return config
-    if not path_of(origin.tokenizer).is_file() or origin.model.sizes()["vocab"] != config.model.sizes()["vocab"]:
-        return config
-    separator = config.data.separator or origin.separator
-    data = dataclasses.replace(config.data, tokenizer=origin.tokenizer, separator=separator)
+    separator = config.data.separator or origin.config.data.separator
+    data = dataclasses.replace(config.data, tokenizer=str(file), separator=separator)
     return dataclasses.replace(config, data=data)
 
 
@@ -97,11 +94,10 @@ def own_settings(config: Config) -> DataConfig:
     Raises:
         WeightsError, JsonError, ConfigError, AssetsError: nothing of this kind there, or files that are not whole.
     """
-    origin = outline(path_of(config.init.init_from or ""))
+    origin = trained.describe(path_of(config.init.init_from or ""))
     if origin.run is None:
         return config.data
-    before, facts = origin.run
-    settings = own_files.settings(before.data, facts, origin.assets, config.data)
+    settings = own_files.settings(origin.config.data, origin.facts, origin.assets, config.data)
     there: dict[str, str] = {}
     for name in ("tokenizer", "chat_template"):
         word = getattr(config.data, name)
@@ -125,7 +121,7 @@ def prepare(program: Program, tokenizer: str | None = None) -> Start:
     init = config.init
     assert init.init_from is not None
     try:
-        source = pretrained.read(path_of(init.init_from), part="ema" if init.init_ema else "params")
+        source = trained.read(path_of(init.init_from), part="ema" if init.init_ema else "params")
         there = ScaledModel(source.model, definition(source.model), source.scales, source.logits)
         planned = plan(there, ScaledModel.of(program), init)
     except (InitError, plain.AbsorbError) as error:
