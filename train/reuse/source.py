@@ -21,7 +21,7 @@ from mupax.train.checkpoints.folder import first_of
 from mupax.train.checkpoints.saved_run import LoadedRun
 from mupax.train.config.preset import preset_for
 from mupax.train.config.run import Config
-from mupax.train.core.factors import Factors, resolve
+from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.image_input import ImageInput
 from mupax.zoo import flops
@@ -121,31 +121,6 @@ def _not_finite(value: np.ndarray) -> int:
     return count
 
 
-def place(source: WeightsSource, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
-    """Parameters for a model under a preset, one array per parameter in its type, from weights in any form.
-
-    Args:
-        source: the weights.
-        definition: the model; its activation, eps and positions are the caller's to match (`source.model`).
-        factors: of the preset the parameters are for.
-
-    Raises:
-        WeightsError: the weights are of another model; the text names what differs.
-    """
-    differ = source.logits != plain.logits_of(definition, factors)
-    if not source.model.absorbs_logit_scale and differ:
-        raise WeightsError(
-            "queries are normalized without gains (qk_norm): no weight can carry another scale of the logits"
-        )
-    by, params, gain = plain.scales(definition, factors), dict(source.params), plain.GAIN
-    if gain in params and gain not in definition.abstract and (params[gain] == np.float32(by.get(gain, 1))).all():
-        del params[gain]  # the readout's multiplier alone, which this model has as such
-    shapes = {name: value.shape for name, value in params.items()}
-    _check_shapes(shapes, definition, "the weights are of another model")
-    placed = plain.restore_multipliers(params, by)
-    return {name: np.asarray(placed[name], leaf.dtype) for name, leaf in definition.abstract.items()}
-
-
 def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> WeightsSource:
     """Return the weights of a folder that `mupax import` wrote.
 
@@ -159,7 +134,7 @@ def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> Weigh
     # Counted first: a model may be built only if it is no larger than the file.
     if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
-    _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
+    check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
     _check_memory(files, path)
     scales = _scales(preset, files)
     params = {name: files.read(name) for name in files.shapes}
@@ -229,7 +204,7 @@ def _check_memory(files: Tensors, path: Path) -> None:
     memory.check(bytes_needed, f"the weights in {path}", "Take a machine with more memory, or a smaller model")
 
 
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:
     """Raises WeightsError where shapes are not a model's; `error` begins the message. Names may be of strangers."""
     target = {name: leaf.shape for name, leaf in model.abstract.items()}
     differing = [

@@ -214,6 +214,7 @@ class TrainedModel:
         import jax
 
         from mupax.train.core.factors import resolve
+        from mupax.train.reuse import transplant
         from mupax.zoo.definition import definition
 
         model = definition(self.model)
@@ -221,7 +222,7 @@ class TrainedModel:
         plain_weights = self.plain_weights()
         for note in plain_weights.notes:
             terminal.note(f"note: {note}")
-        placed = source.place(plain_weights, model, factors)
+        placed = transplant.place(plain_weights, model, factors)
         return {name: jax.device_put(placed[name], leaf.sharding) for name, leaf in abstract.params.items()}
 
     def plain_weights(self, part: Literal["params", "ema"] = "params") -> WeightsSource:

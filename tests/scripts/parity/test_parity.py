@@ -14,7 +14,7 @@ import pytest
 
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import init_stds, resolve
-from mupax.train.reuse import plain, source, trained
+from mupax.train.reuse import plain, source, trained, transplant
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import CONFIGS, DecoderConfig
 from mupax.zoo.definition import definition
@@ -160,7 +160,7 @@ def test_queries_that_their_code_scales_are_read(name: str, last: str, tmp_path:
     read, inputs = trained.read(tmp_path), parity.inputs_of(models.GEMMA)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
-    params, theirs = source.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
+    params, theirs = transplant.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
     for times, close in ((1, True), ((3 / 10) ** 0.5, False)):  # the control: as the file has them
         queries = {f"block.attention.{last}": times * params[f"block.attention.{last}"]}
         ours = built.apply({**params, **queries}, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
@@ -177,7 +177,7 @@ def test_embeddings_that_their_code_scales_are_read(tmp_path: Path) -> None:
     read, inputs = trained.read(tmp_path), parity.inputs_of(models.MBART)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
-    params = source.place(read, built, factors)
+    params = transplant.place(read, built, factors)
     ours = jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
     theirs = parity.transformers_logits(tmp_path, *inputs)
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)

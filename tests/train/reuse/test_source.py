@@ -20,7 +20,7 @@ from mupax.__main__ import main
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import source as pretrained
-from mupax.train.reuse import trained
+from mupax.train.reuse import trained, transplant
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
@@ -63,7 +63,7 @@ def zoo(*words: Any) -> tuple[int, str, str]:
 
 def loaded(path: Path, model: DecoderConfig, config: PresetConfig) -> dict[str, np.ndarray]:
     preset, built = preset_for(config, model), definition(model)
-    return pretrained.place(trained.read(path), built, resolve(preset, built))
+    return transplant.place(trained.read(path), built, resolve(preset, built))
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:

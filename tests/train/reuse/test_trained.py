@@ -138,12 +138,21 @@ FAULTS = {
 """Paths to what every command says."""
 
 
+WITH_EVERY_COMMAND = ("nowhere", "saving/checkpoints/1")
+SHARE = 4
+"""Commands that are tried on each of the other paths; over all of them every command has its turn four times."""
+
+
 @pytest.mark.usefixtures("nothing_compiles")
 @pytest.mark.parametrize("path", FAULTS)
 def test_every_command_refuses_a_path_with_the_same_words(folder: Path, path: str) -> None:
     message = FAULTS[path]
+    commands = [*COMMANDS]
+    if path not in WITH_EVERY_COMMAND:
+        start = SHARE * [*FAULTS].index(path)
+        commands = [commands[(start + number) % len(commands)] for number in range(SHARE)]
     path = min(find.files()) if path == "TUNED" else path
-    for command in COMMANDS:
+    for command in commands:
         code, err = answer(command, path)
         assert code == 2, (command, err)
         assert message in err, (command, err)
@@ -162,7 +171,7 @@ def test_every_command_refuses_a_path_with_the_same_words(folder: Path, path: st
     ],
 )
 def test_folders_of_weights_are_refused_alike(folder: Path, path: str, message: str) -> None:
-    for command in COMMANDS:
+    for command in ("generate", "predict", "export", "push", "init-from", "grow"):
         if (command, path) == ("push", "strange"):
             continue  # a folder of Hugging Face goes as it is, whatever its model
         code, err = answer(command, path)
@@ -227,7 +236,7 @@ def test_a_model_of_another_family_is_refused(folder: Path, command: str, path: 
         assert USE[path] in err
 
 
-@pytest.mark.parametrize("path", ["lm", "lm/checkpoints", "lm/checkpoints/1", "no-record"])
+@pytest.mark.parametrize("path", ["lm/checkpoints", "no-record"])
 def test_every_command_reads_what_one_reads(folder: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: these get as far as a program, or are written."""
 
@@ -238,10 +247,10 @@ def test_every_command_reads_what_one_reads(folder: Path, path: str, monkeypatch
         raise ReachedError
 
     monkeypatch.setattr(Program, "__init__", reach)
-    for command in ("export", "import", "push"):
+    for command in ("export", "push"):
         code, err = answer(command, path)
         assert code == 0, (command, err)
-    for command in ("generate", "serve", "eval", "noise", "finetune", "init-from", "grow", "convert"):
+    for command in ("generate", "eval", "noise", "finetune", "init-from", "grow"):
         with pytest.raises(ReachedError):
             pytest.fail(f"{command}: {answer(command, path)}")
     assert trained.describe(Path(path)).exact_path.name == "1"

@@ -54,7 +54,6 @@ def main(argv: Sequence[str]) -> int:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
     from mupax.train.checkpoints.making import finish, is_made
     from mupax.train.reuse import runs, trained, transplant
-    from mupax.train.reuse.start import init_from
 
     command = ["mupax", "grow", *argv]
     if is_made(args.out, command):
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, files)
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
-    init_from.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
+    transplant.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
     difference = f"differ by at most {abs(was - now).max():.2g}, the largest being {abs(was).max():.3g}"
     for line in (
         f"logits of {EXAMPLES} {examples} {difference}",
@@ -166,13 +165,12 @@ def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Gr
     from mupax.train.core.state import fresh_params
     from mupax.train.reuse import transplant
     from mupax.train.reuse.grow import grow
-    from mupax.train.reuse.start import init_from
-    from mupax.train.reuse.start.plan import ScaledModel
+    from mupax.train.reuse.transplant import ScaledModel
 
     growth, config = grow.plan(ScaledModel.of(one), ScaledModel.of(other)), other.config
     fresh = growth.silenced(fresh_params(other.definition, config.seed, other.stds, growth.fresh()))
     state = transplant.state(growth.moves, old, fresh, other.abstract.opt_state, config.optimizer.name)
-    return jax.tree.map(init_from.placed, state, other.abstract), growth
+    return jax.tree.map(transplant.placed, state, other.abstract), growth
 
 
 def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarray:

@@ -14,7 +14,8 @@ from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.huggingface import evidence, preprocessor
 from mupax.train.reuse.image_input import printable
-from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, WeightsSource, place
+from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, WeightsSource
+from mupax.train.reuse.transplant import place
 from mupax.zoo import flops
 from mupax.zoo.definition import definition
 from mupax.zoo.families import ImageModel

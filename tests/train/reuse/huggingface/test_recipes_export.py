@@ -16,7 +16,7 @@ from mupax.train.config import cli
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.factors import init_stds, resolve
-from mupax.train.reuse import plain, source, trained
+from mupax.train.reuse import plain, source, trained, transplant
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.definition import definition
@@ -122,7 +122,7 @@ def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset:
     assert there.model == equivalent(config).model != config
     again = definition(there.model)
     standard = resolve(preset_for(PresetConfig(name="sp"), there.model), again)
-    values: Any = source.place(there, again, standard)
+    values: Any = transplant.place(there, again, standard)
 
     def logits(**changes: np.ndarray) -> np.ndarray:
         merged: Any = {**values, **changes}
