@@ -40,7 +40,7 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "train/reuse/predict": ("train/reuse", "train/data/text", "train/data/sources"),
     "train/reuse/harness": ("train/reuse/generate", "train/reuse"),
     "train/reuse/start": ("train/reuse", "zoo/huggingface", "train/data/text", "train/data/sources"),
-    "train/reuse/grow": ("train/reuse/start", "train/reuse", "zoo/huggingface"),
+    "train/reuse/grow": ("train/reuse", "zoo/huggingface"),
     "train/studies": (),
     "train/studies/roles": ("zoo/functional",),
     "train/studies/check": ("train/studies", "train/studies/roles", "presets/analysis", "presets/tuned"),

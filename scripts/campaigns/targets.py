@@ -200,7 +200,7 @@ def _trained_with(word: str, folder: Path) -> None:
 
 def _weights(folder: Path, file: str, *, parts: bool = False, imported: bool = False) -> Path:
     from mupax.train.config.run import PresetConfig
-    from mupax.train.reuse import source
+    from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import files
     from mupax.zoo.configs import DecoderConfig
     from mupax.zoo.definition import definition
@@ -216,17 +216,17 @@ def _weights(folder: Path, file: str, *, parts: bool = False, imported: bool = F
     write_tensors(target, weights.to_huggingface(model, params), shard_bytes=500 if parts else 10**9)
     (target / "config.json").write_text(json.dumps(to_huggingface(model)))
     if imported:
-        read = source.read(target)
+        read = trained.read(target)
         shutil.rmtree(target)
         files.write_imported(read, PresetConfig(name="mup"), folder, "hf")
     return folder / file
 
 
 def _converted(folder: Path) -> None:
-    from mupax.train.reuse import source
+    from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import files
 
-    files.write_huggingface(source.read(folder), folder / "out", "float32")
+    files.write_huggingface(trained.read(folder), folder / "out", "float32")
     shutil.rmtree(folder / "out")
 
 

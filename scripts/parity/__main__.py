@@ -25,6 +25,7 @@ from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import init_stds, resolve
 from mupax.train.reuse import plain as fold
 from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import trained, transplant
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
@@ -85,10 +86,10 @@ def measure(model: str, way: str, preset: str, folder: Path) -> Row:
     theirs_at, ours_at = folder / "theirs", folder / "ours"
     if way == "in":
         random_transformers(config, theirs_at)
-        source = pretrained.read(theirs_at)
+        source = trained.read(theirs_at)
         assert source.model == config, (source.model, config)
         files.write_imported(source, preset_config, ours_at, "random")
-        params: Any = pretrained.place(pretrained.read(ours_at), built, factors)
+        params: Any = transplant.place(trained.read(ours_at), built, factors)
     else:
         params = random_params(built, init_stds(parameterization, built))
         plain = fold.absorb_multipliers(params, fold.scales(built, factors))

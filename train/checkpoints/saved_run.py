@@ -100,7 +100,9 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
         WorkdirError: no run there, no such step, or no average.
         ConfigError, JsonError: a record that is none.
     """
-    folder, named = named_step(path.absolute())
+    folder, named = named_step(path)
+    if named is None:  # a name alone, typed inside of the folder of checkpoints
+        folder, named = named_step(path.absolute())
     if named is not None and step not in (None, named):
         raise WorkdirError(f"{path} is step {named}, and --step says {step}; leave one of them out")
     fields = read_record(folder)
@@ -112,4 +114,6 @@ def find(path: Path, step: Step | None = None, ema: bool | None = None) -> Loade
     averaged = config.ema.decay is not None if ema is None else ema
     config = config if averaged else dataclasses.replace(config, ema=EmaConfig())
     weights = "ema" if averaged else "params"
-    return LoadedRun(folder, config, facts if isinstance(facts, dict) else {}, meant, weights, fields.get("run"))
+    return LoadedRun(
+        folder.absolute(), config, facts if isinstance(facts, dict) else {}, meant, weights, fields.get("run")
+    )

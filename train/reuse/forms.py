@@ -42,21 +42,23 @@ class Convert:
 def main(argv: Sequence[str]) -> int:
     """Converts; 0 when done. Raises UsageError, WorkdirError or WeightsError for what does not fit."""
     args = command_line.parse(Convert, "mupax convert", argv)
-    from mupax.train.checkpoints import saved_run
     from mupax.train.checkpoints.making import finish, is_made
-    from mupax.train.reuse import runs
+    from mupax.train.reuse import runs, trained
 
     command = ["mupax", "convert", *argv]
     if is_made(args.out, command):
         return 0
-    run = saved_run.find(args.workdir)
-    before = run.config
+    model = trained.describe(args.workdir, needs_run=True)
+    run = model.run
+    assert run is not None
+    files = model.asset_files()
+    before = model.config
     form = dataclasses.replace(before.preset, form=args.form)
     after = dataclasses.replace(before, preset=form, workdir=str(args.out))
     one, other = (runs.on_one_device(config) for config in (before, after))
     state = runs.whole_state(run.verified(), one)
     state = convert(state, one.definition, one.preset, other.preset, before.optimizer.name)
-    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, run.assets())
+    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, files)
     terminal.say(f"step {step} of {args.workdir} ({one.preset.describe()}) is in {args.out} as {args.form}")
     if before.optimizer.clip_norm is not None:
         terminal.say(

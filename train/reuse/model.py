@@ -13,11 +13,9 @@ from mupax.paths import path_of
 from mupax.train.checkpoints.folder import first_of
 from mupax.train.config.run import Config
 from mupax.train.config.sections import Step
-from mupax.train.reuse import pretrained
-from mupax.train.reuse.outline import WeightsError
+from mupax.train.reuse import trained
 
 if TYPE_CHECKING:
-    from mupax.train.checkpoints.saved_run import LoadedRun
     from mupax.train.core.program import Program
     from mupax.train.reuse.generate.decode import Generator
     from mupax.train.reuse.generate.sampling import Sampling
@@ -61,10 +59,9 @@ class Model:
         step: Optimizer steps of the checkpoint; None for weights without a run.
     """
 
-    def __init__(self, path: Path, opened: LoadedRun | pretrained.LoadedWeights) -> None:
+    def __init__(self, opened: trained.TrainedModel) -> None:
         self.config: Config = opened.config
         self.step: int | None = opened.step
-        self._path = path
         self._opened = opened
         self._tokenizer: Any = None
         self._program: Program | None = None
@@ -73,7 +70,7 @@ class Model:
         self._classifier: Classifier | None = None
 
     def __repr__(self) -> str:
-        return f"<{self.config.model.family} of {pretrained.described(self._opened, self._path)}>"
+        return f"<{self.config.model.family} of {self._opened.described}>"
 
     def generate(
         self,
@@ -103,21 +100,19 @@ class Model:
             DataError: The tokenizer is not there.
         """
         from mupax.train.data.text.detokenizer import Detokenizer
-        from mupax.train.reuse.generate import opened
         from mupax.train.reuse.generate.sampling import DecodingError, Sampling
+        from mupax.train.reuse.generate.writing import prompt_of
 
-        model = self.config.model
-        if not (model.generates or model.denoises):
-            raise WeightsError(f"{self._path} holds a {model.family}, which writes no text; use predict(images)")
+        self._opened.check_writes("generate")
         for name, value in {"tokens": tokens, "seed": seed}.items():
             if value < 0:
                 raise DecodingError(f"{name} is {value}; write a whole number of at least 0")
         sampling = Sampling(temperature, top_k, top_p)
         if self._tokenizer is None:
-            self._tokenizer = opened.tokenizer_of(self._opened)
-        if model.denoises:
+            self._tokenizer = self._opened.tokenizer()
+        if self.config.model.denoises:
             return self._rewrite(prompt, tokens, seed, sampling)
-        prompt_ids = opened.prompt_of(self._opened, self._tokenizer, prompt.encode("utf-8", "surrogateescape"))
+        prompt_ids = prompt_of(self._opened, self._tokenizer, prompt.encode("utf-8", "surrogateescape"))
         own = None if sampling.top_k is not None else sampling  # a generator for a top_k has its sampling already
         stream = self._text_generator(sampling).stream(prompt_ids, tokens, seed, sampling=own)
         decoder = Detokenizer(self._tokenizer, prompt_ids.tolist())
@@ -174,31 +169,22 @@ class Model:
                 self._params = self._opened.params(self._program.abstract)
                 # Weights alone are refused where they are read; a run may be looked at for its NaN.
                 if wrong := source.not_finite(self._params):
-                    terminal.note(f"caution: {self._path} has NaN or infinite values in {first_of([*wrong])}")
+                    terminal.note(f"caution: {self._opened.path} has NaN or infinite values in {first_of([*wrong])}")
             inputs = self._program.step_inputs()
             self._generators[key] = Generator(self._program, self._params, inputs, sampling=key)
         return self._generators[key]
 
     def _rewrite(self, prompt: str, tokens: int, seed: int, sampling: Sampling) -> str:
-        from mupax.train.reuse.generate import denoised, published
+        from mupax.train.reuse.generate import denoised
 
-        request = types.SimpleNamespace(
-            prompt=prompt, tokens=tokens, seed=seed, samples=1, beams=1, workdir=self._opened.workdir
-        )
-        if isinstance(self._opened, pretrained.LoadedWeights):
-            return published.texts(request, self._opened, self._tokenizer, sampling)[0]
+        request = types.SimpleNamespace(prompt=prompt, tokens=tokens, seed=seed, samples=1, beams=1)
         return denoised.texts(request, self._opened, self._tokenizer, sampling)[0]
 
     def _image_classifier(self) -> Classifier:
         if self._classifier is None:
-            from mupax.train.reuse.outline import outline
             from mupax.train.reuse.predict.classifier import classifier
 
-            if self.config.model.task != "images":
-                family = self.config.model.family
-                raise WeightsError(f"{self._path} holds a {family}, which reads text; use generate(prompt)")
-            average = None if self.step is None else self._opened.weights == "ema"
-            self._classifier = classifier(self._path, outline(self._path), self.step, average, _BATCH)
+            self._classifier = classifier(self._opened, _BATCH)
         return self._classifier
 
 
@@ -225,10 +211,8 @@ def load(
     Raises:
         MupaxError: No run or weights are there, or not that step.
     """
-    from mupax.train.reuse.generate import opened
     from mupax.train.reuse.huggingface import hub
 
     place = run if isinstance(run, str | os.PathLike) else run.workdir
     path = hub.local(path_of(place if isinstance(place, Path) else os.fspath(place)), revision)
-    weights = opened.find(path, step, ema, writes=True, tokenizer=tokenizer, separator=separator)
-    return Model(path, weights)
+    return Model(trained.open_model(path, step, ema, tokenizer=tokenizer, separator=separator))

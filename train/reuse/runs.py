@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import jax
 from mupax import disk
 from mupax.train.checkpoints import assets, workdir
 from mupax.train.checkpoints import folder as checkpoints_folder
-from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.making import making
 from mupax.train.config.run import Config, MeshConfig
@@ -55,7 +54,7 @@ def write(
     preset: str,
     state: TrainState,
     facts: dict[str, Any],
-    own: Assets | None = None,
+    files: Mapping[str, bytes],
 ) -> int:
     """Write a run that goes on from a state, whole or not at all. Return the step.
 
@@ -66,14 +65,12 @@ def write(
         preset: the run's preset in words.
         state: the state to go on from.
         facts: facts of the run's data.
-        own: assets of the run that the new one was made from.
+        files: content of the run's assets, by name.
 
     Raises:
-        WorkdirError: an asset is missing or damaged.
         HalfMadeError, OutError, DiskError: as `making`.
     """
     step = int(state.step)
-    files = own.files() if own is not None else {}
     with making(out.absolute(), command, in_bucket=_ENTRIES) as folder:
         workdir.record(folder, config, facts, preset, {})
         entries = assets.write(folder, files) if files else {}

@@ -1,7 +1,6 @@
-"""Weights from elsewhere: of a run, of Hugging Face, or imported before; and into any preset's form.
+"""Weights of the plain network, which every preset's weights can be made from, and what reads them from a disk.
 
-Everything read becomes a `Source`: the weights of the plain network (`train/reuse/plain.py`), which every preset's weights can
-be made from. Nothing that is read is executed.
+The plain network is that of `train/reuse/plain.py`. Nothing that is read is executed. `train/reuse/trained.py` finds what lies at a path.
 """
 
 from __future__ import annotations
@@ -11,33 +10,20 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mupax import memory
-from mupax.train.checkpoints import saved_run
+from mupax.errors import MupaxError
 from mupax.train.checkpoints.assets import Assets
-from mupax.train.checkpoints.checkpointer import BEST, named_step
 from mupax.train.checkpoints.folder import first_of
-from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
+from mupax.train.checkpoints.saved_run import LoadedRun
 from mupax.train.config.preset import preset_for
 from mupax.train.config.run import Config
-from mupax.train.config.sections import Step
-from mupax.train.core.factors import Factors, resolve
+from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.image_input import ImageInput
-from mupax.train.reuse.outline import (
-    MODEL,
-    RunRecord,
-    WeightsError,
-    checked_model,
-    images_of,
-    opened,
-    published_ids,
-    published_images,
-    recorded_run,
-)
 from mupax.zoo import flops
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.definition import Definition, definition
@@ -49,7 +35,17 @@ from mupax.zoo.lora import layer as lora
 from mupax.zoo.lora.config import LoraConfig
 from mupax.zoo.transformer import TransformerConfig
 
+MODEL = "model.json"
+"""Beside imported weights: the model, the preset whose form they are in, and what folds them."""
+FORMAT = "mupax-weights-1"
+"""Format of model.json."""
+CONFIG = "config.json"
+"""Beside published weights."""
 _CHECKED_VALUES = 1 << 20
+
+
+class WeightsError(MupaxError):
+    """Weights that are not there, or that do not fit. The text says which and what to write instead."""
 
 
 class WeightsSource(NamedTuple):
@@ -83,36 +79,6 @@ class WeightsSource(NamedTuple):
         """What attention logits are taken times there: a number, or one per layer."""
         factors, standard = self.preset.get("factors"), self.model.sizes().get("head_dim", 1) ** -0.5
         return factors.get("logits", standard) if isinstance(factors, dict) else standard
-
-
-def located(path: Path) -> Path:
-    """The path, absolute; of a workdir, its newest step."""
-    folder, step = named_step(path.absolute())
-    if step == BEST:
-        return folder / CHECKPOINTS / str(saved_run.find(folder, BEST).step)
-    folder = path.absolute()
-    folder = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file() else folder
-    if (folder / CHECKPOINTS).is_dir() and (folder / RECORD).is_file():
-        return folder / CHECKPOINTS / str(saved_run.find(folder).step)
-    return folder
-
-
-def read(path: Path, step: Step | None = None, *, part: Literal["params", "ema"] = "params") -> WeightsSource:
-    """Weights from a path.
-
-    Args:
-        path: a run's workdir, one of its steps (workdir/checkpoints/STEP, workdir/checkpoints/best), a folder that
-            `mupax import` wrote, or a folder of Hugging Face (config.json and safetensors, whole or in parts).
-        step: of a workdir, which checkpoint, or best; the newest unless given.
-        part: of a run, its parameters or their moving average.
-
-    Raises:
-        WeightsError, WorkdirError, JsonError, TensorFileError, ConfigError: nothing of this kind there, files that do not fit
-            together, or values that are NaN or infinite.
-    """
-    source = _read(path, step, part)
-    check_finite(source.stored, path, is_run=source.run is not None)
-    return source
 
 
 def check_finite(params: Params, path: Path, *, is_run: bool) -> None:
@@ -155,89 +121,62 @@ def _not_finite(value: np.ndarray) -> int:
     return count
 
 
-def _read(path: Path, step: Step | None, part: Literal["params", "ema"]) -> WeightsSource:
-    folder, fields, step = opened(path, step)
-    if isinstance(fields, RunRecord):
-        return _run(folder, fields, step, part)
-    if part == "ema":
-        raise WeightsError(f"{path}: holds weights, and no moving average beside them; leave --init-ema out")
-    if (folder / MODEL).is_file():
-        return _imported(path, fields)
-    published = huggingface.from_huggingface(fields)
-    images, note = published_images(folder, fields, published.model)
-    files = Tensors(path)
-    _check_memory(files, path)
-    loaded = weights.from_huggingface(files, published)
-    notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
-    notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
-    scales = dict.fromkeys(loaded.params, np.ones(()))
-    ids = published_ids(folder, fields, published.model)
-    return WeightsSource(published.model, loaded.params, scales, {}, [*notes, *note], images=images, text_ids=ids)
-
-
-def place(source: WeightsSource, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
-    """Parameters for a model under a preset, one array per parameter in its type, from weights in any form.
+def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> WeightsSource:
+    """Return the weights of a folder that `mupax import` wrote.
 
     Args:
-        source: what `read` gave.
-        definition: the model; its activation, eps and positions are the caller's to match (`source.model`).
-        factors: of the preset the parameters are for.
-
-    Raises:
-        WeightsError: the weights are of another model; the text names what differs.
+        path: the folder, or its file of tensors.
+        model: the model that model.json describes.
+        record: content of model.json.
     """
-    differ = source.logits != plain.logits_of(definition, factors)
-    if not source.model.absorbs_logit_scale and differ:
-        raise WeightsError(
-            "queries are normalized without gains (qk_norm): no weight can carry another scale of the logits"
-        )
-    by, params, gain = plain.scales(definition, factors), dict(source.params), plain.GAIN
-    if gain in params and gain not in definition.abstract and (params[gain] == np.float32(by.get(gain, 1))).all():
-        del params[gain]  # the readout's multiplier alone, which this model has as such
-    shapes = {name: value.shape for name, value in params.items()}
-    _check_shapes(shapes, definition, "the weights are of another model")
-    placed = plain.restore_multipliers(params, by)
-    return {name: np.asarray(placed[name], leaf.dtype) for name, leaf in definition.abstract.items()}
-
-
-def _imported(path: Path, record: Mapping[str, Any]) -> WeightsSource:
-    model, preset = checked_model(path, record), record.get("preset")
+    preset = record.get("preset")
     files = Tensors(path)
     # Counted first: a model may be built only if it is no larger than the file.
     if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
-    _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
+    check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
     _check_memory(files, path)
-    by, params = _scales(preset, files), {name: files.read(name) for name in files.shapes}
-    images, ids = images_of(record, model, path), record.get("text_ids", {})
-    return WeightsSource(model, params, by, dict(preset), [], images=images, text_ids=ids)  # pyright: ignore
+    scales = _scales(preset, files)
+    params = {name: files.read(name) for name in files.shapes}
+    return WeightsSource(model, params, scales, dict(preset), [])  # pyright: ignore
 
 
-def _run(
-    workdir: Path, recorded: Mapping[str, Any], step: Step | None, part: Literal["params", "ema"]
-) -> WeightsSource:
-    config, facts = recorded_run(recorded)
-    if part == "ema" and config.ema.decay is None:
-        raise WeightsError(f"{workdir}: the run kept no moving average (ema.decay is None); leave --init-ema out")
-    run = saved_run.find(workdir, step, part == "ema")
-    preset, model = preset_for(config.preset, config.model), definition(config.model)
+def published(path: Path, fields: Mapping[str, Any]) -> WeightsSource:
+    """Return the weights of a folder of Hugging Face.
+
+    Args:
+        path: the folder, or its file of tensors.
+        fields: content of config.json.
+    """
+    described = huggingface.from_huggingface(fields)
+    files = Tensors(path)
+    _check_memory(files, path)
+    loaded = weights.from_huggingface(files, described)
+    notes = [f"not read, and read by no model here: {first_of(loaded.dropped)}"] if loaded.dropped else []
+    notes += [f"not in the file, so zero: {first_of(loaded.zeros)}"] if loaded.zeros else []
+    return WeightsSource(described.model, loaded.params, dict.fromkeys(loaded.params, np.ones(())), {}, notes)
+
+
+def trained(run: LoadedRun) -> WeightsSource:
+    """Return the weights of a run's step, with adapters merged into their matrices."""
+    config = run.config
+    preset = preset_for(config.preset, config.model)
+    model = definition(config.model)
     factors = resolve(preset, model, preset.optimizers[0])
     empty = {name: np.empty(leaf.shape, leaf.dtype) for name, leaf in model.abstract.items()}
     average = {name: np.empty(w.shape, np.float32) for name, w in empty.items()}
     params = run.params(SimpleNamespace(params=empty, ema=average))
     record = {**plain.preset_record(config.preset, preset, model, factors), "step": run.step}
-    own = run.assets()
-    facts |= own.facts if own else {}
-    images, by, notes = images_of(facts, config.model, workdir), plain.scales(model, factors), []
-    whole_model = config.model
-    if isinstance(whole_model, TransformerConfig) and whole_model.lora.rank:
-        rank, scale = whole_model.lora.rank, whole_model.lora.scale
-        whole_model = dataclasses.replace(whole_model, lora=LoraConfig())
-        whole = lora.merged(plain.absorb_multipliers(params, by), scale)
-        by, notes = {name: by[name] for name in whole}, [f"adapters of rank {rank} are merged into their matrices"]
-        record["scales"] = {name: plain.number(scale) for name, scale in by.items()}
-        params = plain.restore_multipliers(whole, by)
-    return WeightsSource(whole_model, params, by, record, notes, (config, facts), images, own)
+    scales = plain.scales(model, factors)
+    merged = config.model
+    if not isinstance(merged, TransformerConfig) or not merged.lora.rank:
+        return WeightsSource(merged, params, scales, record, [])
+    absorbed = lora.merged(plain.absorb_multipliers(params, scales), merged.lora.scale)
+    scales = {name: scales[name] for name in absorbed}
+    record["scales"] = {name: plain.number(scale) for name, scale in scales.items()}
+    notes = [f"adapters of rank {merged.lora.rank} are merged into their matrices"]
+    merged = dataclasses.replace(merged, lora=LoraConfig())
+    return WeightsSource(merged, plain.restore_multipliers(absorbed, scales), scales, record, notes)
 
 
 def _scales(preset: Any, files: Tensors) -> plain.Scales:
@@ -265,7 +204,7 @@ def _check_memory(files: Tensors, path: Path) -> None:
     memory.check(bytes_needed, f"the weights in {path}", "Take a machine with more memory, or a smaller model")
 
 
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Definition, error: str) -> None:
     """Raises WeightsError where shapes are not a model's; `error` begins the message. Names may be of strangers."""
     target = {name: leaf.shape for name, leaf in model.abstract.items()}
     differing = [

@@ -1,7 +1,9 @@
-"""Transplant parameters, optimizer moments and averages into a model of other sizes or another preset, entry by entry.
+"""Carry parameters, optimizer moments and averages into a model of other sizes or another preset, entry by entry.
 
 A new entry is s * the old one that it comes from, or has none. The network computes the same with s * w as with w
 before, so that gradients are those of before over s: first moments (and momentum) move by 1/s, second ones by 1/s^2.
+
+A form (`forms`), a larger model (`grow`) and the start of a run (`start`) each say in a `Plan` where entries come from.
 """
 
 from __future__ import annotations
@@ -9,21 +11,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from rich.console import Console
 
+from mupax import terminal
 from mupax.errors import MupaxError
 from mupax.presets import ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.factors import Factors
 from mupax.train.core.optimizer import build, hyper
+from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.reuse import plain
+from mupax.train.reuse.source import WeightsSource, check_shapes
+from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.huggingface.weights import Params
 
@@ -33,6 +40,9 @@ Index = np.ndarray
 
 class TransplantError(MupaxError):
     """A state that cannot become another's. The text says why."""
+
+
+Shape = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,6 +108,74 @@ class ParamTransfer:
         """The scale in words; empty where it is 1."""
         low, high = float(np.min(self.scale)), float(np.max(self.scale))
         return "" if low == high == 1 else f"x {low:.4g}" + ("" if low == high else f" to {high:.4g}")
+
+
+class Row(NamedTuple):
+    """One parameter of the table."""
+
+    name: str
+    role: str
+    there: Shape | None
+    here: Shape | None
+    action: str
+    """kept, converted, resized, new or dropped."""
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaledModel:
+    """A model with the scales that its preset gives every parameter."""
+
+    model: ModelConfig
+    definition: Definition
+    scales: plain.Scales
+    logits: Any
+    """What it takes the attention logits times: a number, or one per layer."""
+
+    @classmethod
+    def of(cls, program: Program) -> ScaledModel:
+        """A run's model under its preset."""
+        model, factors = program.definition, program.inputs.factors
+        return cls(program.config.model, model, plain.scales(model, factors), plain.logits_of(model, factors))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Moves by name, and the table. A parameter without a move is new."""
+
+    moves: dict[str, ParamTransfer]
+    rows: list[Row]
+
+    def fresh(self) -> set[str]:
+        """Parameters with entries that do not come from the source alone."""
+        moved = {name for name, move in self.moves.items() if np.all(move.transplanted()) and move.apart is None}
+        return {row.name for row in self.rows if row.here is not None} - moved
+
+
+def check_unmovable(there: ScaledModel, here: ScaledModel) -> None:
+    """Raise TransplantError for what no parameter can make up for: other scales of logits or readout.
+
+    Args:
+        there: the source.
+        here: the run.
+    """
+    if not here.model.absorbs_logit_scale and there.logits != here.logits:
+        raise TransplantError(
+            f"attention logits are taken times {there.logits!r:.60} there and {here.logits!r:.60} here, and where queries are "
+            "normalized without gains (model.qk_norm) no parameter can carry the difference; take the source's preset and base"
+        )
+    gains = any(plain.GAIN in side.definition.specs for side in (there, here))
+    before, after = (side.scales.get(plain.GAIN, np.ones(())) for side in (there, here))
+    if not gains and before != after:
+        raise TransplantError(
+            f"the tied readout is taken times {before:g} there and {after:g} here, and without norm gains no parameter can "
+            "carry the difference; take the source's preset and base"
+        )
+
+
+def role_of(spec: ParamSpec) -> str:
+    """A role as the table says it: a bias with its matrix."""
+    return f"{spec.of.value} {spec.role.value}" if spec.of else spec.role.value
 
 
 def sides(along: Sequence[Index]) -> list[np.ndarray]:
@@ -289,3 +367,60 @@ def _moment(move: ParamTransfer | None, old: Mapping[str, Any], power: int, leaf
 
 def _float32(array: Any) -> np.ndarray:
     return np.asarray(array).astype(np.float32)
+
+
+def place(source: WeightsSource, definition: Definition, factors: Factors) -> dict[str, np.ndarray]:
+    """Return the parameters of a model under a preset, one array per parameter in its type, from weights in any form.
+
+    Args:
+        source: the weights.
+        definition: the model; its activation, eps and positions are the caller's to match (`source.model`).
+        factors: of the preset the parameters are for.
+
+    Raises:
+        WeightsError: the weights are of another model; the text names what differs.
+        TransplantError: no parameter can carry what the preset asks for.
+    """
+    scales = plain.scales(definition, factors)
+    before = ScaledModel(source.model, definition, source.scales, source.logits)
+    check_unmovable(before, ScaledModel(source.model, definition, scales, plain.logits_of(definition, factors)))
+    params = dict(source.params)
+    gain = plain.GAIN
+    if gain in params and gain not in definition.abstract and (params[gain] == np.float32(scales.get(gain, 1))).all():
+        del params[gain]  # the readout's multiplier alone, which this model has as such
+    shapes = {name: value.shape for name, value in params.items()}
+    check_shapes(shapes, definition, "the weights are of another model")
+    restored = plain.restore_multipliers(params, scales)
+    return {name: np.asarray(restored[name], leaf.dtype) for name, leaf in definition.abstract.items()}
+
+
+def placed(value: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array of the host on its devices and in its type; every process puts its part.
+
+    Args:
+        value: the whole array, on every process.
+        leaf: shape, dtype and sharding that it is to have.
+    """
+    host = np.asarray(value).astype(leaf.dtype)
+    assert leaf.sharding is not None
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: host[index])
+
+
+def show(console: Console, title: str, rows: list[Row], notes: list[str]) -> None:
+    """Print the table of what became of every parameter.
+
+    Args:
+        console: where.
+        title: above the table.
+        rows: of the table.
+        notes: below it.
+    """
+    table = [("parameter", "role", "there", "here", "", "why")]
+    for row in rows:
+        there, here = ("x".join(map(str, shape)) if shape is not None else "" for shape in (row.there, row.here))
+        table.append((row.name, row.role, there, here, row.action, row.reason))
+    actions = [row.action for row in rows]
+    counts = ", ".join(f"{actions.count(action)} {action}" for action in dict.fromkeys(actions))
+    prose = map(terminal.wrapped, (title, counts, *(f"note: {note}" for note in notes)))
+    for line in (next(prose), terminal.table(terminal.filled(table)), *prose):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

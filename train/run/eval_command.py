@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro import conf
 
@@ -17,6 +17,9 @@ from mupax.train.checkpoints.command import ModelFlags
 from mupax.train.config import cli
 from mupax.train.config.metrics import METRICS, shown_everywhere
 from mupax.train.config.run import Config
+
+if TYPE_CHECKING:
+    from mupax.train.reuse.trained import TrainedModel
 
 READ = ("--data.", "--mesh.", "--model.compute.")
 """Flags of a run that an evaluation reads."""
@@ -68,18 +71,24 @@ def main(argv: Sequence[str]) -> int:
     args, rest = command_line.parse_known(Evaluate, "mupax eval", argv)
     if args.tasks:
         return _on_tasks(args, rest)
-    from mupax.train.reuse import pretrained
+    from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import hub
+    from mupax.train.reuse.source import WeightsError
     from mupax.train.run.report import metrics
 
-    args = dataclasses.replace(args, workdir=hub.local(args.workdir, args.revision))
-    opened = functools.partial(pretrained.find, args.workdir, args.step, args.average)
-    saved = restored("eval", "--step, --ema, --json", rest, opened)
+    check_read("eval", "--step, --ema, --json", rest)
+    saved = trained.open_model(hub.local(args.workdir, args.revision), args.step, args.average)
+    if saved.run is None and saved.model.denoises:
+        raise WeightsError(
+            f"{saved.path} holds an {saved.model.family}, and not what noise it was trained on; start `mupax train ed-tiny` with "
+            "--init-from and --data.noise, and use that run"
+        )
+    saved = with_flags("eval", saved, rest)
     if not any(word.partition("=")[0] in ("--data.eval-examples", "--data.eval_examples") for word in rest):
         saved = _on_all_images(saved)
-    if saved.config.data.name in pretrained.NO_DATA.values():
+    if saved.config.data.name in trained.NO_DATA.values():
         raise command_line.UsageError(
-            f"{args.workdir} holds weights, which have no data of their own; add --data.name {saved.config.data.name}PATH"
+            f"{saved.path} holds weights, which have no data of their own; add --data.name {saved.config.data.name}PATH"
         )
     console = terminal.console()
     # A copy of the workdir may lie where the run's own sets are not.
@@ -121,19 +130,13 @@ def _on_tasks(args: Evaluate, rest: Sequence[str]) -> int:
     return 0
 
 
-def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[], Any]) -> Any:
-    """Return the `saved_run.LoadedRun` or `pretrained.LoadedWeights` to measure.
-
-    Its config has the flags of a run that a measurement reads (`READ`).
+def check_read(command: str, takes: str, rest: Sequence[str]) -> None:
+    """Raise UsageError for a flag that a measurement does not read.
 
     Args:
         command: its name, for messages.
         takes: flags of its own, for messages.
         rest: words that are none of these.
-        opened: gives it as it was recorded.
-
-    Raises:
-        UsageError: a flag that is not read.
     """
     for word in rest:
         if word.startswith("--") and not word.startswith(READ):
@@ -141,7 +144,16 @@ def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[],
             raise command_line.UsageError(
                 f"{command} does not read {flag}; it takes {takes}, and a run's {', '.join(READ)}*"
             )
-    saved = opened()
+
+
+def with_flags(command: str, saved: TrainedModel, rest: Sequence[str]) -> TrainedModel:
+    """Return the model to measure with the flags of a run that a measurement reads (`READ`) in its config.
+
+    Args:
+        command: its name, for messages.
+        saved: the model as it was recorded.
+        rest: words that are none of the command's own flags.
+    """
     start = with_other_data(saved.config, rest)
     tokenizer = cli.value_of("--data.tokenizer", rest)
     if tokenizer is not None and saved.step is None:  # the separator beside weights is a token of their own tokenizer
@@ -151,15 +163,16 @@ def restored(command: str, takes: str, rest: Sequence[str], opened: Callable[[],
         # Named as when the run began; bpe:SIZE would make another one of other text.
         own = dataclasses.replace(config.data, tokenizer=saved.config.data.tokenizer)
         config = dataclasses.replace(config, data=own)
-    return saved._replace(config=config)
+    return dataclasses.replace(saved, config=config)
 
 
-def _on_all_images(saved: Any) -> Any:
+def _on_all_images(saved: TrainedModel) -> TrainedModel:
     """The checkpoint without the run's own limit of evaluation examples, if another folder of images is meant."""
     data = saved.config.data
     if not data.name.startswith("images:") or data.name == saved.facts.get("name"):
         return saved
-    return saved._replace(config=dataclasses.replace(saved.config, data=dataclasses.replace(data, eval_examples=None)))
+    config = dataclasses.replace(saved.config, data=dataclasses.replace(data, eval_examples=None))
+    return dataclasses.replace(saved, config=config)
 
 
 def recorded_tokenizer(workdir: Path) -> str | None:
@@ -192,7 +205,7 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
     """The scores of a checkpoint, and on what they were measured.
 
     Args:
-        saved: a `mupax.train.checkpoints.saved_run.LoadedRun`, whose config names the data.
+        saved: the model, whose config names the data.
         console: told what takes time.
         skip_sets: leave out the further evaluation sets that cannot be opened, instead of an error.
 
@@ -235,9 +248,9 @@ def measured(saved: Any, console: Any, *, skip_sets: bool = False) -> dict[str, 
             if isinstance(texts, TextWindows):
                 texts.begin_documents()
     limit = fit.limit_of(program)
+    params = saved.params(program.abstract)  # damage is seen before time goes into compiling
     eval_fn = program.compile_eval()
     fit.check_evaluation(program, eval_fn, limit)
-    params = saved.params(program.abstract)
     inputs = program.step_inputs()
     outcomes, began = None, time.monotonic()
     if data.kind == "images":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -22,10 +21,10 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.train.checkpoints.command import CheckpointFlags
 from mupax.train.config.checks import at_least
-from mupax.train.run.eval_command import restored
+from mupax.train.run.eval_command import check_read, with_flags
 
 if TYPE_CHECKING:
-    from mupax.train.checkpoints.saved_run import LoadedRun
+    from mupax.train.reuse.trained import TrainedModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,10 +95,11 @@ def main(argv: Sequence[str]) -> int:
         ConfigError, DataError, MeshError: settings or data that do not fit the model.
     """
     args, rest = command_line.parse_known(Noise, "mupax noise", argv)
-    from mupax.train.reuse import pretrained
+    from mupax.train.reuse import trained
 
-    opened = functools.partial(pretrained.run_of, args.workdir, args.step, args.ema)
-    saved = restored("noise", "--step, --ema, --batches, --json", rest, opened)
+    check_read("noise", "--step, --ema, --batches, --json", rest)
+    opened = trained.open_model(args.workdir, args.step, args.ema, needs_run=True)
+    saved = with_flags("noise", opened, rest)
     products, groups = measured(saved, args.batches)
     batch = saved.config.data.batch_size
     whole = noise_scale(sum(products.values(), np.zeros([args.batches] * 2)), batch)
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measured(saved: LoadedRun, batches: int) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+def measured(saved: TrainedModel, batches: int) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """Products of gradients, float64 [batches, batches] of each trained parameter, and names of the parameters by group.
 
     Args:

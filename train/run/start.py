@@ -449,7 +449,9 @@ def _prepared(program: Program, data: Data) -> Callable[[Console], TrainState]:
     start = init_from.prepare(program, data.facts.get("tokenizer"))
 
     def make_state(console: Console) -> TrainState:
-        init_from.show(console, f"starting from {program.config.init.init_from}", start.rows, start.notes)
+        from mupax.train.reuse import transplant
+
+        transplant.show(console, f"starting from {program.config.init.init_from}", start.rows, start.notes)
         return init_from.initial_state(program, start)
 
     return make_state

@@ -14,7 +14,7 @@ import pytest
 
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import init_stds, resolve
-from mupax.train.reuse import plain, source
+from mupax.train.reuse import plain, source, trained, transplant
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import CONFIGS, DecoderConfig
 from mupax.zoo.definition import definition
@@ -157,10 +157,10 @@ def test_queries_that_their_code_scales_are_read(name: str, last: str, tmp_path:
     fields = {**huggingface.to_huggingface(models.MODELS[name]), "query_pre_attn_scalar": 3}  # of heads of 10
     settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
     AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path)
-    read, inputs = source.read(tmp_path), parity.inputs_of(models.GEMMA)
+    read, inputs = trained.read(tmp_path), parity.inputs_of(models.GEMMA)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
-    params, theirs = source.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
+    params, theirs = transplant.place(read, built, factors), parity.transformers_logits(tmp_path, *inputs)
     for times, close in ((1, True), ((3 / 10) ** 0.5, False)):  # the control: as the file has them
         queries = {f"block.attention.{last}": times * params[f"block.attention.{last}"]}
         ours = built.apply({**params, **queries}, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
@@ -174,10 +174,10 @@ def test_embeddings_that_their_code_scales_are_read(tmp_path: Path) -> None:
     fields = huggingface.to_huggingface(models.MBART)
     settings = MBartConfig(**{**fields, "scale_embedding": True})
     MBartForConditionalGeneration(settings).save_pretrained(tmp_path)
-    read, inputs = source.read(tmp_path), parity.inputs_of(models.MBART)
+    read, inputs = trained.read(tmp_path), parity.inputs_of(models.MBART)
     built = definition(read.model)
     factors = resolve(preset_for(PresetConfig(name="sp"), read.model), built)
-    params = source.place(read, built, factors)
+    params = transplant.place(read, built, factors)
     ours = jax.jit(built.apply)(params, factors.multiplier, factors.forward, *map(jnp.asarray, inputs))
     theirs = parity.transformers_logits(tmp_path, *inputs)
     np.testing.assert_allclose(ours, theirs, atol=TOLERANCE)
@@ -197,7 +197,7 @@ def test_transformers_reads_parts_and_halves(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "half", max_shard_size="20KB")
     assert (tmp_path / "half" / INDEX).is_file()
-    whole, half = (source.read(tmp_path / name).params for name in ("one", "half"))
+    whole, half = (trained.read(tmp_path / name).params for name in ("one", "half"))
     for name, value in whole.items():
         np.testing.assert_array_equal(half[name], value.astype(jnp.bfloat16).astype(np.float32))
     (tmp_path / "parts").mkdir()

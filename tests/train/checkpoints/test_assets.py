@@ -25,7 +25,7 @@ from mupax.train.config.recipes import RECIPES
 from mupax.train.data import assets as data_assets
 from mupax.train.data.chats import templates
 from mupax.train.data.text.tokenizer import Subwords
-from mupax.train.reuse.generate import opened
+from mupax.train.reuse import trained
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.programs import shared_programs
 
@@ -137,7 +137,7 @@ def test_a_copy_of_the_workdir_is_all_that_commands_need(project: Path, elsewher
     for gone in ("lm", "cache", "chat.jsonl", "template.jinja"):
         shutil.rmtree(gone) if Path(gone).is_dir() else Path(gone).unlink()
     succeeded(f"generate chat {prompt}")
-    service = opened.find(Path("chat"), None, None)
+    service = trained.open_model(Path("chat"))
     template = templates.find(service.config.data.tokenizer, service.config.data.chat_template)
     assert template is not None
     assert template.source == TEMPLATE

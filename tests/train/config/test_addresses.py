@@ -91,4 +91,4 @@ def test_weights_come_from_no_address_and_go_to_none(capsys: Capture) -> None:
 
 def test_control_an_address_in_a_prompt_is_text(capsys: Capture) -> None:
     for words in (["--prompt", "https://host"], ["--prompt=https://host"]):
-        assert "nowhere holds no run" in refused(capsys, "generate", "nowhere", *words)
+        assert "nowhere: no run and no weights there" in refused(capsys, "generate", "nowhere", *words)

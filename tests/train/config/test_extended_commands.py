@@ -95,8 +95,8 @@ REFUSES: dict[str, tuple[str, str]] = {
     "plan score": ("plan score plan.json run", "a plan without a forecast"),
     "grow": ("grow run --set depth=2 --out grown", "the zoo's transformers only"),
     "presets balance": ("presets balance own-everything --out balance.json", "cannot be taken apart into layers"),
-    "generate": ("generate run --prompt a", "only decoders and encoder-decoders write text"),
-    "serve": ("serve run", "only decoders are served"),
+    "generate": ("generate run --prompt a", "and generate is for decoders and encoder-decoders"),
+    "serve": ("serve run", "and serve is for decoders"),
     "export": ("export run --out exported", "own_all"),
     "push": ("push run --to me/mine --dry-run", "own_all"),
 }

@@ -55,7 +55,7 @@ def test_what_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text("{}")
     for words, text in (
-        (["none", "--form", "plain", "--out", "x"], "none holds no run (config.json is missing)"),
+        (["none", "--form", "plain", "--out", "x"], "none: no run and no weights there"),
         (["full", "--form", "plain", "--out", "full"], "--out full is not an empty folder; give another one"),
         (
             ["full", "--form", "mean", "--out", "x"],

@@ -161,7 +161,7 @@ def test_files_of_any_size_and_mode_are_read_and_broken_ones_named() -> None:
         ("vit digits --top 0", "--top is 0"),
         ("vit digits --step 7", "step 7"),
         ("hf digits --step 7", "leave --step and --ema out"),
-        ("text digits", "holds a decoder, which reads text; predict is for models of images"),
+        ("text digits", "holds a decoder, and predict is for models of images"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(words: str, message: str, hf: Path) -> None:

@@ -20,6 +20,7 @@ from mupax.__main__ import main
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import trained, transplant
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.huggingface import weights
@@ -62,7 +63,7 @@ def zoo(*words: Any) -> tuple[int, str, str]:
 
 def loaded(path: Path, model: DecoderConfig, config: PresetConfig) -> dict[str, np.ndarray]:
     preset, built = preset_for(config, model), definition(model)
-    return pretrained.place(pretrained.read(path), built, resolve(preset, built))
+    return transplant.place(trained.read(path), built, resolve(preset, built))
 
 
 def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -84,7 +85,7 @@ def test_import_writes_weights_in_the_presets_form(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "in" / "model.json").read_text())
     assert record["preset"]["fields"] == {"name": "mup", "base": "lm-proxy"}
     assert record["model"]["family"] == "decoder"
-    files, plain = Tensors(tmp_path / "in"), pretrained.read(origin).params
+    files, plain = Tensors(tmp_path / "in"), trained.read(origin).params
     for name in plain:
         scale = np.asarray(record["preset"]["scales"][name], np.float32).reshape(-1, *[1] * (plain[name].ndim - 1))
         np.testing.assert_allclose(files.read(name) * scale, plain[name], rtol=5e-7, err_msg=name)
@@ -165,7 +166,7 @@ def test_a_run_is_exported_and_comes_back(run: Path, tmp_path: Path) -> None:
     assert record["step"] == 3
     assert record["fields"] == {"name": "mup", "base": "lm-proxy"}
     assert record["scales"]["block.attention.query"] == pytest.approx(record["factors"]["logits"] * 16**0.5)
-    source = pretrained.read(run)
+    source = trained.read(run)
     model, preset_config = source.model, PresetConfig(**record["fields"])
     assert isinstance(model, DecoderConfig)
     stored = source.stored
@@ -176,7 +177,7 @@ def test_a_run_is_exported_and_comes_back(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_has_the_logits_of_its_preset(run: Path) -> None:
-    source = pretrained.read(run)
+    source = trained.read(run)
     assert source.run is not None
     built, preset = definition(source.model), preset_for(source.run[0].preset, source.model)
     assert source.logits == pretrained.plain.logits_of(built, resolve(preset, built))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from mupax.disk import JsonError
 from mupax.memory import MemoryLimitError
 from mupax.train.config.run import PresetConfig
-from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import trained
 from mupax.train.reuse.huggingface import files as pretrained_files
 from mupax.train.reuse.source import WeightsError
 from mupax.zoo.configs import ConfigError, DecoderConfig
@@ -58,7 +58,7 @@ def tensors_of(folder: Path) -> list[tuple[str, np.ndarray]]:
 def imported(folder: Path) -> None:
     (folder / "hf").mkdir()
     model_files(folder / "hf")
-    source = pretrained.read(folder / "hf")
+    source = trained.read(folder / "hf")
     for file in (folder / "hf").iterdir():
         file.unlink()
     (folder / "hf").rmdir()
@@ -83,7 +83,7 @@ def test_broken_files_are_read_or_refused(case: Any, tmp_path: Path) -> None:
     make, name, break_file = case
     make(tmp_path)
     content = (tmp_path / name).read_bytes()
-    good = pretrained.read(tmp_path)
+    good = trained.read(tmp_path)
     shapes = {key: value.shape for key, value in good.params.items()}
     messages = []
 
@@ -93,7 +93,7 @@ def test_broken_files_are_read_or_refused(case: Any, tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(break_file(content, draw))
         began = time.process_time()
         try:
-            source = pretrained.read(tmp_path)
+            source = trained.read(tmp_path)
         except REFUSED as error:
             messages.append(str(error))
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,17 @@ from mupax.train.data.assets import end_ids
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import prompt_encoder
 from mupax.train.data.chats.templates import Template
-from mupax.train.reuse import pretrained, runs
-from mupax.train.reuse.generate import opened
+from mupax.train.reuse import runs
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling
-from mupax.train.reuse.generate.writing import StreamingText, answer_end
+from mupax.train.reuse.generate.writing import StreamingText, answer_end, check_known
+from mupax.train.reuse.trained import TrainedModel
 
 _ANSWER_SHARE = 4
 """The context keeps 1 / 4 of its tokens free for an answer, unless --tokens asks for fewer."""
 
 
-def main(args: Any, run: Any, sampling: Sampling) -> int:
+def main(args: Any, run: TrainedModel, sampling: Sampling) -> int:
     """Answer the messages of standard input, a line each, until it ends.
 
     Args:
@@ -41,8 +40,7 @@ def main(args: Any, run: Any, sampling: Sampling) -> int:
     conversation = Conversation(args, run, sampling)
     in_terminal = sys.stdin.isatty()
     if in_terminal:
-        name = pretrained.described(run, args.workdir)
-        terminal.note(f"{name}: write a message; Ctrl-D ends the conversation")
+        terminal.note(f"{run.described}: write a message; Ctrl-D ends the conversation")
     try:
         for message in _lines(in_terminal):
             try:
@@ -69,12 +67,12 @@ class Conversation:
         DataError: as `main`.
     """
 
-    def __init__(self, args: Any, run: Any, sampling: Sampling) -> None:
+    def __init__(self, args: Any, run: TrainedModel, sampling: Sampling) -> None:
         self._run = run
         self._tokens = args.tokens
         self._seed = args.seed
-        self._tokenizer = opened.tokenizer_of(run)
-        self._template = _template(args.workdir, run, args.chat_template)
+        self._tokenizer = run.tokenizer()
+        self._template = _template(run, args.chat_template)
         self._encoder = prompt_encoder(self._tokenizer, self._template, run.config.data)
         self._messages: list[dict[str, Any]] = []
         if args.system is not None:
@@ -143,15 +141,15 @@ class Conversation:
     def _encoded(self) -> np.ndarray:
         _, ids = self._encoder.prompt(self._messages)
         prompt = np.asarray(ids, np.int32)
-        opened.check_known(prompt, self._run)
+        check_known(prompt, self._run)
         return prompt
 
 
-def _template(workdir: Path, run: Any, file: str | None) -> Template:
-    template = opened.template_of(run, file)
+def _template(run: TrainedModel, file: str | None) -> Template:
+    template = run.template(file)
     if template is None:
         raise DataError(
-            f"{workdir} has no chat template, so it cannot chat; write --prompt TEXT in place of "
+            f"{run.path} has no chat template, so it cannot chat; write --prompt TEXT in place of "
             "--chat, or name a template by --chat-template FILE"
         )
     return template

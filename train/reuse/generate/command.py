@@ -67,41 +67,31 @@ def main(argv: Sequence[str]) -> int:
     """Writes the text; 0 when done. Raises UsageError, WorkdirError, DecodingError or DataError for what does not fit."""
     args = command_line.parse(Generate, _PROG, argv)
     _check(args)
-    from mupax.train.checkpoints.saved_run import LoadedRun
-    from mupax.train.checkpoints.workdir import WorkdirError
-    from mupax.train.reuse import pretrained
-    from mupax.train.reuse.generate import opened
+    from mupax.train.reuse import trained
     from mupax.train.reuse.generate.decode import Generator
     from mupax.train.reuse.generate.sampling import DecodingError, Sampling
+    from mupax.train.reuse.generate.writing import prompt_of
     from mupax.train.reuse.huggingface import hub
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     for name, least in (("tokens", 0), ("samples", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise DecodingError(f"--{name} is {getattr(args, name)}; write a whole number of at least {least}")
-    args = dataclasses.replace(args, workdir=hub.local(args.workdir, args.revision))
-    named = {"tokenizer": args.tokenizer, "separator": args.separator}
-    run = opened.find(args.workdir, args.step, args.average, writes=True, **named)
-    if args.chat and not run.config.model.generates:
-        raise WorkdirError(f"{args.workdir} holds a {run.config.model.family}; only decoders chat")
+    path = hub.local(args.workdir, args.revision)
+    run = trained.open_model(path, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
     if args.chat:
         from mupax.train.reuse.generate import chat
 
+        run.check_decoder("generate --chat")
         return chat.main(args, run, sampling)
-    if run.config.model.denoises:
-        from mupax.train.reuse.generate import denoised, published
+    run.check_writes("generate")
+    if run.model.denoises:
+        from mupax.train.reuse.generate import denoised
 
-        tokenizer = opened.tokenizer_of(run)
-        if isinstance(run, LoadedRun):
-            return denoised.main(args, run, tokenizer, sampling)
-        return published.main(args, run, tokenizer, sampling)
+        return denoised.main(args, run, sampling)
     if args.beams != 1:
         raise DecodingError(
             f"--beams {args.beams} is for encoder-decoders, and the run is a {run.config.model.family}; leave it out"
-        )
-    if not run.config.model.generates:
-        raise WorkdirError(
-            f"{args.workdir} holds a {run.config.model.family}; only decoders and encoder-decoders write text"
         )
     import jax
 
@@ -110,10 +100,10 @@ def main(argv: Sequence[str]) -> int:
     from mupax.zoo.layers import cache as caches
     from mupax.zoo.transformer import transformer
 
-    tokenizer = opened.tokenizer_of(run)
+    tokenizer = run.tokenizer()
     assert args.prompt is not None  # see _check
     text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
-    prompt = opened.prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
+    prompt = prompt_of(run, tokenizer, text.encode("utf-8", "surrogateescape"))
     program = runs.on_one_device(run.config)
     params = run.params(program.abstract)
     model = transformer(run.config.model, "writing text")
@@ -121,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     fit.check_arrays(empty, f"keys and values of {args.samples} samples", "Write fewer --samples")
     generator = Generator(program, params, program.step_inputs(), sampling=sampling, samples=args.samples)
     cost = write(generator, tokenizer, text, prompt, args.tokens, args.seed)
-    terminal.note(f"{pretrained.described(run, args.workdir)}: {cost}")
+    terminal.note(f"{run.described}: {cost}")
     return 0
 
 

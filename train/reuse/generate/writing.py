@@ -1,4 +1,4 @@
-"""A text as its tokens come: what of it can be shown, and where and why it ends."""
+"""A text on its way into tokens and out of them: the prompt, what can be shown of what is written, and where it ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,43 @@ import copy
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+
 from mupax.train.data.chats.templates import Template
 from mupax.train.data.text.detokenizer import Detokenizer
+from mupax.train.reuse.generate.sampling import DecodingError
+from mupax.train.reuse.trained import TrainedModel
 
 Finish = Literal["stop", "length"]
+
+
+def prompt_of(model: TrainedModel, tokenizer: Any, text: bytes) -> np.ndarray:
+    """Return a text to continue in the model's tokens, int32 [P], P >= 1: an empty one begins a document.
+
+    Args:
+        model: the model.
+        tokenizer: its own.
+        text: in UTF-8.
+
+    Raises:
+        DecodingError: a token that the model does not know.
+        DataError: the text cannot be encoded.
+    """
+    prompt = tokenizer.encode([text])[0]
+    if model.run is None:  # as their own library has it
+        prompt = np.concatenate([tokenizer.start, prompt])
+    check_known(prompt, model)
+    return prompt if prompt.size else np.array([tokenizer.separator], np.int32)
+
+
+def check_known(prompt: np.ndarray, model: TrainedModel) -> None:
+    """Raise DecodingError if a prompt, integers [P], has tokens that the model does not know."""
+    vocab = model.model.sizes()["vocab"]
+    if (prompt >= vocab).any():
+        raise DecodingError(
+            f"the prompt has the token {prompt.max()}, and the model knows those below {vocab}; "
+            "the tokenizer is another model's"
+        )
 
 
 class StreamingText:

@@ -18,10 +18,10 @@ from mupax.zoo import configs
 if TYPE_CHECKING:
     import numpy as np
 
-    from mupax.train.checkpoints.saved_run import LoadedRun
     from mupax.train.core.program import Program
     from mupax.train.core.state import TrainState
     from mupax.train.reuse.grow.grow import Growth
+    from mupax.train.reuse.trained import TrainedModel
 
 EXAMPLES = 4
 """Sequences or images that logits are compared on."""
@@ -52,31 +52,28 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Grow, "mupax grow", argv)
     if args.to is None and not args.set:
         raise command_line.UsageError("say what to grow: --to MODEL, --set depth=8, or both")
-    from mupax.train.checkpoints import saved_run
     from mupax.train.checkpoints.making import finish, is_made
-    from mupax.train.reuse import runs, transplant
-    from mupax.train.reuse.grow.axes import GrowError
-    from mupax.train.reuse.start import init_from
+    from mupax.train.reuse import runs, trained, transplant
 
     command = ["mupax", "grow", *argv]
     if is_made(args.out, command):
         return 0
-    try:
-        run = saved_run.find(args.checkpoint)
-    except saved_run.WorkdirError as error:
-        raise GrowError(f"{error}; weights without a run become one by --init-from and a save") from error
-    before = run.config
+    model = trained.describe(args.checkpoint, needs_run=True)
+    run = model.run
+    assert run is not None
+    files = model.asset_files()
+    before = model.config
     after = larger(before, args)
     console = terminal.console()
     one, other = runs.on_one_device(before), runs.on_one_device(after)
     old = runs.whole_state(run.verified(), one)
     state, growth = grown(one, other, old)
-    batch, examples = compared_examples(run, console.print)
+    batch, examples = compared_examples(model, console.print)
     was, now = logits(one, old.params, batch), logits(other, state.params, batch)
-    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, run.assets())
+    step = runs.write(args.out, command, after, other.preset.describe(), state, run.facts, files)
     cautions = other.preset.cautions(other.definition.sizes, after.optimizer.name)
     notes = [*growth.notes, *transplant.overshoot_notes(after.scaled_optimizer), *cautions]
-    init_from.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
+    transplant.show(console, f"growing {args.checkpoint}, step {step}", growth.rows, notes)
     difference = f"differ by at most {abs(was - now).max():.2g}, the largest being {abs(was).max():.3g}"
     for line in (
         f"logits of {EXAMPLES} {examples} {difference}",
@@ -90,11 +87,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def compared_examples(run: LoadedRun, note: Callable[[str], None]) -> tuple[dict[str, np.ndarray], str]:
+def compared_examples(model: TrainedModel, note: Callable[[str], None]) -> tuple[dict[str, np.ndarray], str]:
     """Return what the model reads of a few examples, and what kind of examples they are: random ones without the run's data.
 
     Args:
-        run: the smaller model's.
+        model: the smaller one.
         note: told what takes time, or why the run's data is not read.
     """
     import numpy as np
@@ -102,8 +99,8 @@ def compared_examples(run: LoadedRun, note: Callable[[str], None]) -> tuple[dict
     from mupax.train import data as data_sources
     from mupax.train.reuse import own_files
 
-    config = run.config
-    settings = own_files.settings(config.data, run.facts, run.assets())
+    config = model.config
+    settings = own_files.settings(config.data, model.facts, model.assets)
     try:
         data = data_sources.load(settings, config.model, seed=config.data_seed, note=note)
         batch = data.eval_batch(0)
@@ -168,13 +165,12 @@ def grown(one: Program, other: Program, old: TrainState) -> tuple[TrainState, Gr
     from mupax.train.core.state import fresh_params
     from mupax.train.reuse import transplant
     from mupax.train.reuse.grow import grow
-    from mupax.train.reuse.start import init_from
-    from mupax.train.reuse.start.plan import ScaledModel
+    from mupax.train.reuse.transplant import ScaledModel
 
     growth, config = grow.plan(ScaledModel.of(one), ScaledModel.of(other)), other.config
     fresh = growth.silenced(fresh_params(other.definition, config.seed, other.stds, growth.fresh()))
     state = transplant.state(growth.moves, old, fresh, other.abstract.opt_state, config.optimizer.name)
-    return jax.tree.map(init_from.placed, state, other.abstract), growth
+    return jax.tree.map(transplant.placed, state, other.abstract), growth
 
 
 def logits(program: Program, params: Any, batch: Mapping[str, Any]) -> np.ndarray:

@@ -33,8 +33,7 @@ import numpy as np
 from mupax.presets import VECTORS, ParamSpec, Role
 from mupax.train.reuse import transplant
 from mupax.train.reuse.grow import axes as grow_axes
-from mupax.train.reuse.start.plan import Plan, Row, ScaledModel, Shape, check_unmovable, role_of
-from mupax.train.reuse.transplant import ParamTransfer
+from mupax.train.reuse.transplant import ParamTransfer, Plan, Row, ScaledModel, Shape, check_unmovable, role_of
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.transformer import TransformerConfig, transformer
 

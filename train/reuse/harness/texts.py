@@ -11,11 +11,10 @@ import numpy as np
 from mupax.errors import MupaxError
 from mupax.paths import path_of
 from mupax.train.config.sections import Step
-from mupax.train.reuse import runs
-from mupax.train.reuse.generate import opened
+from mupax.train.reuse import runs, trained
 from mupax.train.reuse.generate.decode import Generator
 from mupax.train.reuse.generate.sampling import Sampling
-from mupax.train.reuse.generate.writing import StreamingText
+from mupax.train.reuse.generate.writing import StreamingText, check_known, prompt_of
 from mupax.train.reuse.huggingface import tokenizer_files
 
 BATCH = 8
@@ -54,19 +53,17 @@ class Texts:
         tokenizer: data.tokenizer of weights that have none beside them.
 
     Raises:
-        TextError: a model that does not continue a text.
+        WeightsError: a model that does not continue a text.
         MupaxError: no model there, or a tokenizer that is not here.
     """
 
     def __init__(
         self, path: Path, step: Step | None = None, average: bool | None = None, tokenizer: str | None = None
     ) -> None:
-        self._run = opened.find(path, step, average, tokenizer=tokenizer)
-        model = self._run.config.model
-        if not model.generates:
-            raise TextError(f"{path} holds a {model.family}, and tasks are for models that continue a text")
-        self.tokenizer: Any = opened.tokenizer_of(self._run)
-        self.context = model.sizes()["position"]
+        self._run = trained.open_model(path, step, average, tokenizer=tokenizer)
+        self._run.check_decoder("eval --tasks")
+        self.tokenizer: Any = self._run.tokenizer()
+        self.context = self._run.model.sizes()["position"]
         """Tokens before the last that is predicted, at most."""
         self._begin = self._begin_tokens()
         program = runs.on_one_device(self._run.config)
@@ -103,7 +100,7 @@ class Texts:
             sampling: how tokens are drawn; the likeliest unless given.
             seed: of the draws.
         """
-        prompt = opened.prompt_of(self._run, self.tokenizer, context.encode("utf-8", "surrogateescape"))
+        prompt = prompt_of(self._run, self.tokenizer, context.encode("utf-8", "surrogateescape"))
         stops = [stop for stop in until if stop]  # an empty one would end every text at once
         ends = {int(self.tokenizer.separator)}
         text = StreamingText(self.tokenizer, prompt.tolist(), most, stops, ends)
@@ -132,7 +129,7 @@ class Texts:
 
     def _encoded(self, text: str) -> np.ndarray:
         ids = self.tokenizer.encode([text.encode("utf-8", "surrogateescape")])[0]
-        opened.check_known(ids, self._run)
+        check_known(ids, self._run)
         return ids
 
     def _window(self, context: str, continuation: str) -> Window:

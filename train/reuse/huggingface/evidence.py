@@ -23,17 +23,15 @@ _STARTS = ("warmup_fraction",)
 """Of a study's optimizer, what a run of another length rounds."""
 
 
-def evaluation(path: Path, step: int) -> dict[str, Any]:
+def evaluation(workdir: Path, step: int) -> dict[str, Any]:
     """The row of the evaluation at a step of a run; empty where none is recorded, or cannot be read.
 
     Args:
-        path: the run's workdir, or one of its steps.
+        workdir: of the run.
         step: steps done.
     """
-    folder = checkpointer.named_step(path.absolute())[0]
-    folder = folder.parent if folder.name == CHECKPOINTS else folder
     try:
-        lines = disk.read_bytes(folder / _ROWS).split(b"\n")
+        lines = disk.read_bytes(workdir / _ROWS).split(b"\n")
     except (*disk.ABSENT, disk.DiskError):
         lines = []
     row = {}
@@ -44,7 +42,7 @@ def evaluation(path: Path, step: int) -> dict[str, Any]:
             continue
         if isinstance(fields, dict) and fields.get("step") == step:
             row = fields  # the last: of a run that went back
-    return row or checkpointer.read(folder / CHECKPOINTS / str(step))
+    return row or checkpointer.read(workdir / CHECKPOINTS / str(step))
 
 
 def measured(row: Mapping[str, Any], averaged: bool, kind: str) -> str:

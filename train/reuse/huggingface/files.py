@@ -14,8 +14,8 @@ from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.huggingface import evidence, preprocessor
 from mupax.train.reuse.image_input import printable
-from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL
-from mupax.train.reuse.source import WeightsSource, place
+from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, WeightsSource
+from mupax.train.reuse.transplant import place
 from mupax.zoo import flops
 from mupax.zoo.definition import definition
 from mupax.zoo.families import ImageModel
@@ -163,7 +163,7 @@ def write_imported(
     """Write weights in a preset's form: our names in safetensors, and `model.json`.
 
     Args:
-        source: from `read`.
+        source: the weights.
         fields: the preset.
         out: folder, made here.
         origin: where they came from, for the record.
@@ -207,7 +207,7 @@ def write_huggingface(
     config.json has the names of classes, and a key `mupax` that says which preset the weights come from and what was folded into each.
 
     Args:
-        source: from `read`.
+        source: the weights.
         out: folder, made here.
         dtype: type of the stored weights.
         tokens: ids by config.json's names of them, such as eos_token_id.

@@ -20,7 +20,7 @@ from mupax.errors import MupaxError, MupaxFailure
 from mupax.paths import is_remote
 from mupax.train.checkpoints.workdir import CHECKPOINTS
 from mupax.train.reuse.huggingface import tokenizer_files
-from mupax.train.reuse.outline import CONFIG
+from mupax.train.reuse.source import CONFIG
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface.tensorfile import INDEX, SINGLE, files_of_index

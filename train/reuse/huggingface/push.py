@@ -83,13 +83,14 @@ def main(argv: Sequence[str]) -> int:
 def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
     """A folder, and the names of its files that are to be sent."""
     from mupax.train.checkpoints.making import scratch
+    from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import licences
-    from mupax.train.reuse.huggingface.command import exported
-    from mupax.train.reuse.outline import MODEL, WeightsError, opened
-    from mupax.zoo.huggingface.tensorfile import check_whole
+    from mupax.train.reuse.huggingface.export import exported
+    from mupax.zoo.huggingface.tensorfile import Tensors, check_whole
 
-    folder, fields, _ = opened(args.path, args.step)
-    if "model_type" in fields and not (folder / MODEL).is_file():
+    place = trained.locate(args.path)
+    if place.kind == "published":
+        folder = place.folder
         if args.step or args.tokenizer or args.separator or args.licence or args.dtype != "float32":
             flags = "--step, --dtype, --tokenizer, --separator and --licence"
             raise PushError(f"{args.path} holds weights that go as they are; leave {flags} out")
@@ -97,7 +98,7 @@ def _files(args: Push) -> Iterator[tuple[Path, list[str]]]:
         names = sorted(entry.name for entry in entries if entry.is_file())
         _check_links(folder, names)
         if not any(name.endswith(".safetensors") for name in names):
-            raise WeightsError(f"{folder} has config.json and no safetensors")
+            Tensors(folder)  # refuses the folder as every other command does
         check_whole(folder)
         yield folder, names
         return

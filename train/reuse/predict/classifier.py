@@ -11,13 +11,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from mupax.train.config.sections import Step
 from mupax.train.core.program import Program
 from mupax.train.data import DataError, crops, images
 from mupax.train.data.sources import folders
-from mupax.train.reuse import pretrained, runs
+from mupax.train.reuse import runs
 from mupax.train.reuse.image_input import ImageInput
-from mupax.train.reuse.outline import ModelDescription, WeightsError
+from mupax.train.reuse.trained import TrainedModel
 from mupax.zoo.definition import Arrays
 from mupax.zoo.families import ImageModel
 
@@ -93,29 +92,21 @@ def softmax(logits: np.ndarray) -> np.ndarray:
         return exp / exp.sum(axis=1, keepdims=True)
 
 
-def classifier(
-    path: Path, outline: ModelDescription, step: Step | None, average: bool | None, batch_size: int
-) -> Classifier:
-    """The classifier of a path.
+def classifier(trained: TrainedModel, batch_size: int) -> Classifier:
+    """Return the classifier of a trained model.
 
     Args:
-        path: of a run, of an imported folder or of Hugging Face's.
-        outline: what it says of itself.
-        step: of a run, which checkpoint; the newest unless given.
-        average: whether the parameters are the moving average's; None where the run has one.
+        trained: the model.
         batch_size: images that it takes at once.
 
     Raises:
-        WeightsError: it is of a model of text, or --step or --ema is asked of what is no run.
-        WorkdirError, TensorFileError, ConfigError: nothing of this kind there, or a damaged file.
+        WeightsError: it is a model of text.
+        WorkdirError, TensorFileError: damaged weights.
     """
-    model = outline.model
-    if not isinstance(model, ImageModel) or outline.images is None:
-        raise WeightsError(
-            f"{path} holds a {model.family}, which reads text; predict is for models of images, and `mupax generate` for text"
-        )
-    folders.check_channels(str(path), model.channels)
-    opened = pretrained.find(path, step, average)
-    data = dataclasses.replace(opened.config.data, eval_batch_size=batch_size)
-    program = runs.on_one_device(dataclasses.replace(opened.config, data=data))
-    return Classifier(program, opened.params(program.abstract), outline.images, pretrained.described(opened, path))
+    trained.check_images("predict")
+    assert isinstance(trained.model, ImageModel)
+    assert trained.images is not None
+    folders.check_channels(str(trained.path), trained.model.channels)
+    data = dataclasses.replace(trained.config.data, eval_batch_size=batch_size)
+    program = runs.on_one_device(dataclasses.replace(trained.config, data=data))
+    return Classifier(program, trained.params(program.abstract), trained.images, trained.described)

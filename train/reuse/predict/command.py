@@ -50,15 +50,13 @@ def main(argv: Sequence[str]) -> int:
     args = command_line.parse(Predict, "mupax predict", argv)
     if args.top < 1:
         raise command_line.UsageError(f"--top is {args.top}; write a whole number of at least 1")
+    from mupax.train.reuse import trained
     from mupax.train.reuse.huggingface import hub
-    from mupax.train.reuse.outline import outline
-
-    paths = files(args.images)
-    source = hub.local(args.workdir, args.revision)
-    origin = outline(source)
     from mupax.train.reuse.predict.classifier import classifier
 
-    model = classifier(source, origin, args.step, args.average, min(_BATCH, len(paths)))
+    paths = files(args.images)
+    opened = trained.open_model(hub.local(args.workdir, args.revision), args.step, args.average)
+    model = classifier(opened, min(_BATCH, len(paths)))
     unread = 0
     for path, probabilities, error in model.predictions(paths):
         if probabilities is None:

@@ -89,20 +89,17 @@ def _check(args: Serve) -> None:
 
 def opened_service(args: Serve) -> Service:
     """The model of a command line, ready for requests. Raises what does not fit, before weights are read."""
-    from mupax.train.checkpoints.workdir import WorkdirError
     from mupax.train.data.assets import end_ids
-    from mupax.train.reuse import runs
-    from mupax.train.reuse.generate import opened
+    from mupax.train.reuse import runs, trained
     from mupax.train.reuse.generate.decode import Generator
     from mupax.train.reuse.huggingface import hub
     from mupax.train.reuse.serve.service import Limits, Service
 
     source = hub.local(args.workdir, args.revision)
-    run = opened.find(source, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
-    if not run.config.model.generates:
-        raise WorkdirError(f"{args.workdir} holds a {run.config.model.family}; only decoders are served")
-    tokenizer, name = opened.tokenizer_of(run), run.config.data.tokenizer
-    template = opened.template_of(run, args.chat_template)
+    run = trained.open_model(source, args.step, args.average, tokenizer=args.tokenizer, separator=args.separator)
+    run.check_decoder("serve")
+    tokenizer = run.tokenizer()
+    template = run.template(args.chat_template)
     program = runs.on_one_device(run.config)
     generator = Generator(program, run.params(program.abstract), program.step_inputs(), sampling=None)
     limits = Limits(
@@ -111,5 +108,5 @@ def opened_service(args: Serve) -> Service:
         max_seconds=args.max_seconds,
         max_waiting=args.max_waiting,
     )
-    ends = end_ids(name, tokenizer)
+    ends = end_ids(run.config.data.tokenizer, tokenizer)
     return Service(args.workdir.absolute().name, run, tokenizer, template, ends, generator, limits)

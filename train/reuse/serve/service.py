@@ -21,11 +21,10 @@ from mupax.train.data import DataError
 from mupax.train.data.chats.answers import ChatTokens, prompt_encoder
 from mupax.train.data.chats.templates import Template
 from mupax.train.data.text.detokenizer import Detokenizer, token_bytes
-from mupax.train.reuse.generate import opened
 from mupax.train.reuse.generate.decode import Generator, Scores
 from mupax.train.reuse.generate.sampling import DecodingError
 from mupax.train.reuse.generate.slots import Text
-from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText, answer_end
+from mupax.train.reuse.generate.writing import AnswerEnd, StreamingText, answer_end, check_known, prompt_of
 from mupax.train.reuse.serve.fields import LARGEST_SEED, LONGEST, MOST_LIKELY, ApiError, Request
 from mupax.train.reuse.serve.worker import BusyError, Event, Job, Progress, Scored, ScoreJob, Worker, WorkerError
 
@@ -477,12 +476,12 @@ class Service:
         try:
             if isinstance(prompt, list):
                 ids = np.array(prompt, np.int64)
-                opened.check_known(ids, self._run)
+                check_known(ids, self._run)
                 text = self._echo(prompt, request)
             elif request.chat:  # the template has what begins a text
                 text, ids = self._chat_encoder.prompt(request.messages)
             else:
-                text, ids = prompt, opened.prompt_of(self._run, self._tokenizer, prompt.encode())
+                text, ids = prompt, prompt_of(self._run, self._tokenizer, prompt.encode())
         except (DecodingError, DataError, UnicodeEncodeError, OverflowError) as error:
             raise ApiError(400, str(error), param) from error
         if ids.size == 0:

@@ -19,13 +19,14 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import UsageError
-from mupax.paths import path_of
 from mupax.presets.roles import RUN_AXES, Role
 from mupax.train.config import cli, small_folders
 from mupax.train.config.data import DataConfig
 from mupax.train.config.preset import PresetConfig, base_parts, base_text, preset_for
 from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfig
-from mupax.train.reuse.outline import ModelDescription, WeightsError, outline
+from mupax.train.reuse import trained
+from mupax.train.reuse.source import WeightsError
+from mupax.train.reuse.trained import TrainedModel
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.families import ImageModel
 from mupax.zoo.lora.config import LoraConfig
@@ -132,23 +133,23 @@ def command(argv: Sequence[str]) -> cli.Command:
     args, rest = command_line.parse_known(Finetune, "mupax finetune", words)
     check_folder(family, args.folder, rest)
     from mupax.train.reuse.huggingface import hub
-    from mupax.train.reuse.source import located
 
-    source = located(hub.local(args.source, args.revision))
-    origin = outline(source)
-    check_source(family, origin.model, source)
+    origin = trained.describe(hub.local(args.source, args.revision))
+    source = origin.exact_path
+    model = origin.model
+    check_source(family, model, source)
     has_tokenizer = any(word.partition("=")[0] == "--data.tokenizer" for word in rest)
-    if not isinstance(origin.model, TransformerConfig):
+    if not isinstance(model, TransformerConfig):
         if args.lora.rank is not None:
             raise command_line.UsageError(
-                f"--lora.rank is for transformers of the zoo, and {source} is a {origin.model.family}"
+                f"--lora.rank is for transformers of the zoo, and {source} is a {model.family}"
             )
     else:  # a source's own adapters are merged where it is read
-        origin = origin._replace(model=dataclasses.replace(origin.model, lora=args.lora))
-    if isinstance(origin.model, ImageModel):
-        start, what = _images(args.folder, source, origin, origin.model)
+        model = dataclasses.replace(model, lora=args.lora)
+    if isinstance(model, ImageModel):
+        start, what = _images(args.folder, origin, model)
     else:
-        start, what = _text(args.folder, source, origin, has_tokenizer)
+        start, what = _text(args.folder, origin, model, has_tokenizer)
     run = cli.parse(
         NAME, lambda: start, rest, ["--from", "--revision", "--lora.rank", "--lora.alpha", "--lora.on"], False
     )
@@ -164,14 +165,14 @@ def command(argv: Sequence[str]) -> cli.Command:
     return run
 
 
-def rate_rule(origin: ModelDescription) -> tuple[OptimizerConfig, str]:
+def rate_rule(origin: TrainedModel) -> tuple[OptimizerConfig, str]:
     """The optimizer of a run that goes on from a source, and in words where its rate is from."""
-    preset, model = preset_of_source(origin)
+    preset = preset_of_source(origin)
     named = f"{preset.name}{f' relative to {preset.base}' if preset.base else ' in absolute form'}"
     if origin.run is not None:
-        before = origin.run[0].scaled_optimizer
-        source = origin.run[0].model
-        if origin.run[0].recipe != NAME:
+        before = origin.config.scaled_optimizer
+        source = origin.model
+        if origin.config.recipe != NAME:
             share, text = SHARE, f"{SHARE} times the source's {before.peak_lr:.3g}"
         elif isinstance(source, TransformerConfig) and source.lora.rank is not None:
             share = 1 / ADAPTERS_TIMES
@@ -181,6 +182,7 @@ def rate_rule(origin: ModelDescription) -> tuple[OptimizerConfig, str]:
         text = f"{text} under {named}"
         fields = {"schedule": "cosine", "decay_steps": None, "final_lr_fraction": 0.0}
         return dataclasses.replace(before, peak_lr=share * before.peak_lr, **fields), text
+    model = origin.model
     resolved, sizes = preset_for(preset, model), model.sizes()
     spec = next(spec for spec in model.parameters().values() if spec.role in (Role.MLP_IN, Role.HIDDEN))
     target = MATRIX_RATE / sizes["embed"]
@@ -190,23 +192,24 @@ def rate_rule(origin: ModelDescription) -> tuple[OptimizerConfig, str]:
     ), f"so that matrices move at 5e-5 x 768 / width = {target:.3g} under {named}"
 
 
-def preset_of_source(origin: ModelDescription) -> tuple[PresetConfig, Any]:
-    """The source's preset without what is of its own batch and tokens, `sp` where it has none; and its model."""
+def preset_of_source(origin: TrainedModel) -> PresetConfig:
+    """The source's preset without what is of its own batch and tokens, `sp` where it has none."""
     preset = origin.preset or PresetConfig(name="sp")
     name, sizes = base_parts(preset.base)
     base_sizes = base_text({axis: size for axis, size in sizes.items() if axis not in RUN_AXES})
     base = ",".join(part for part in ("" if name == "None" else name, base_sizes) if part) or None
-    return dataclasses.replace(preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale), origin.model
+    return dataclasses.replace(preset, base=base, joint="none", noise_scale=PresetConfig().noise_scale)
 
 
-def _images(folder: Path, source: Path, origin: ModelDescription, model: ImageModel) -> tuple[Config, str]:
+def _images(folder: Path, origin: TrainedModel, model: ImageModel) -> tuple[Config, str]:
     from mupax.train.data.sources import folders
 
     assert origin.images is not None
     if not (folder.is_dir() and any(path.is_dir() for path in folder.iterdir())):
+        what = "a file" if folder.is_file() else "a folder without folders"
         raise command_line.UsageError(
-            f"{folder} is {'a file' if folder.is_file() else 'a folder without folders'}, and {source} holds a model of images; give a "
-            "folder that has a folder of images per class"
+            f"{folder} is {what}, and {origin.exact_path} holds a model of images; give a folder that has a folder of "
+            "images per class"
         )
     content = folders.split(folder)
     classes = content.classes
@@ -225,10 +228,11 @@ def _images(folder: Path, source: Path, origin: ModelDescription, model: ImageMo
     resized: Any = dataclasses.replace(model, num_classes=len(classes))
     readout = f"new, {differ}" if differ else "the source's"
     what = f"{len(content.train)} images of {len(classes)} classes, readout {readout}"
-    return _config(folder, source, origin, resized, data, steps, ("readout",) if differ else ()), what
+    return _config(folder, origin, resized, data, steps, ("readout",) if differ else ()), what
 
 
-def _text(folder: Path, source: Path, origin: ModelDescription, has_tokenizer: bool) -> tuple[Config, str]:
+def _text(folder: Path, origin: TrainedModel, model: ModelConfig, has_tokenizer: bool) -> tuple[Config, str]:
+    source = origin.exact_path
     if folder.is_dir() and not has_tokenizer:
         from mupax.train.data.records.listing import files_below
         from mupax.train.data.sources.folders import is_image
@@ -239,7 +243,7 @@ def _text(folder: Path, source: Path, origin: ModelDescription, has_tokenizer: b
     from mupax.train.data.chats import templates
     from mupax.train.data.chats.records import in_folder
 
-    before = origin.run[0].data if origin.run else None
+    before = origin.config.data if origin.run else None
     if origin.model.denoises and before is None:
         raise WeightsError(
             f"{source} holds an {origin.model.family}, and not what noise it was trained on; start `mupax train ed-tiny` with "
@@ -250,55 +254,51 @@ def _text(folder: Path, source: Path, origin: ModelDescription, has_tokenizer: b
     if before is not None:
         fields = {name: getattr(before, name) for name in text_fields}
     elif not has_tokenizer:
-        fields = {"separator": origin.separator}
-    tokenizer = "bytes" if has_tokenizer else _tokenizer(source, origin)
+        fields = {"separator": origin.config.data.separator}
+    tokenizer = "bytes" if has_tokenizer else _tokenizer(origin)
     chat = not (before and before.noise) and in_folder(folder)
     if chat and before is not None:
         template = origin.assets.chat_template if origin.assets is not None else None
         fields["chat_template"] = before.chat_template if template is None else str(template)
-    elif chat and tokenizer == "bytes" and (origin.folder / templates.FILE).is_file():
-        fields["chat_template"] = str(origin.folder / templates.FILE)  # of others it lies beside the tokenizer
+    elif chat and tokenizer == "bytes" and (origin.workdir / templates.FILE).is_file():
+        fields["chat_template"] = str(origin.workdir / templates.FILE)  # of others it lies beside the tokenizer
     data = DataConfig(
         name=f"{'chat' if chat else 'text'}:{folder}", batch_size=_TEXT_BATCH, tokenizer=tokenizer, **fields
     )
-    return _config(folder, source, origin, origin.model, data, TEXT_STEPS, ()), ""
+    return _config(folder, origin, model, data, TEXT_STEPS, ()), ""
 
 
-def _tokenizer(source: Path, origin: ModelDescription) -> str:
-    """data.tokenizer that makes the source's tokens; raises WeightsError where it is not here."""
-    from mupax.train.reuse.huggingface.command import tokenizer_of
-
-    if origin.run is None:
-        name = origin.tokenizer
-        file = path_of(name)
-    else:
-        name, file = tokenizer_of(origin.model, origin.run, origin.assets)
+def _tokenizer(origin: TrainedModel) -> str:
+    """Return data.tokenizer that makes the source's tokens; raise WeightsError if it is not here."""
+    name = origin.config.data.tokenizer
     if name == "bytes":
         return name
-    if file is None or not file.is_file():
+    file = origin.tokenizer_file()
+    if file is None:
         raise WeightsError(
-            f"the tokenizer of {source} is not here ({name or file}); give its file as --data.tokenizer FILE"
+            f"the tokenizer of {origin.exact_path} is not here ({name}); give its file as --data.tokenizer FILE"
         )
     return str(file)
 
 
 def _config(
-    folder: Path, source: Path, origin: ModelDescription, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
+    folder: Path, origin: TrainedModel, model: Any, data: DataConfig, steps: int, new: tuple[str, ...]
 ) -> Config:
-    optimizer, trained = dataclasses.replace(rate_rule(origin)[0], warmup_steps=steps // 10), ()
+    optimizer = dataclasses.replace(rate_rule(origin)[0], warmup_steps=steps // 10)
+    trainable: tuple[str, ...] = ()
     if isinstance(model, TransformerConfig) and model.lora.rank is not None:
         optimizer = dataclasses.replace(optimizer, peak_lr=ADAPTERS_TIMES * optimizer.peak_lr)
-        new = trained = ("lora_a", "lora_b", *new)
-    averaged = origin.run is not None and origin.run[0].ema.decay is not None
+        new = trainable = ("lora_a", "lora_b", *new)
+    averaged = origin.config.ema.decay is not None
     return Config(
         recipe=NAME,
         model=model,
         data=data,
-        preset=preset_of_source(origin)[0],
+        preset=preset_of_source(origin),
         optimizer=optimizer,
-        init=InitConfig(init_from=str(source), init_new=new, init_ema=averaged),
+        init=InitConfig(init_from=str(origin.exact_path), init_new=new, init_ema=averaged),
         log=LogConfig(eval_every_steps=max(1, steps // 4)),
         steps=steps,
-        train_only=trained,
+        train_only=trainable,
         workdir=str(Path("runs") / f"finetune-{folder.absolute().name}"),
     )

@@ -14,7 +14,7 @@ from mupax.train.config.devices import MeshConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.program import assemble
 from mupax.train.core.step import logits_of
-from mupax.train.reuse.generate.rewrite import Seq2SeqGenerator
+from mupax.train.reuse.generate.denoised import Seq2SeqGenerator
 from mupax.train.reuse.generate.sampling import DecodingError, Sampling
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
 

@@ -20,7 +20,7 @@ from mupax.train.core.optimizer import build
 from mupax.train.reuse import plain, source, transplant
 from mupax.train.reuse.grow import grow
 from mupax.train.reuse.grow.axes import GrowError
-from mupax.train.reuse.start.plan import ScaledModel
+from mupax.train.reuse.transplant import ScaledModel
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.experts.config import RoutingConfig

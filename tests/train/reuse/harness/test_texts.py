@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.reuse import runs
-from mupax.train.reuse.generate import opened
+from mupax.train.reuse import runs, trained
 from mupax.train.reuse.harness.texts import TextError, Texts
 from tests.train.reuse.test_source import MODEL, published
 
@@ -35,7 +34,7 @@ def texts(weights: Path) -> Texts:
 @pytest.fixture(scope="module")
 def logprobs(weights: Path) -> Any:
     """Logarithms of probabilities after the tokens of a text of `CONTEXT`, [T, V]."""
-    run = opened.find(weights, None, None, tokenizer="bytes")
+    run = trained.open_model(weights, tokenizer="bytes")
     program = runs.on_one_device(run.config)
     params, factors = run.params(program.abstract), program.inputs.factors
     apply = jax.jit(
@@ -89,7 +88,7 @@ def test_a_rolling_text_has_every_token_once(texts: Texts, logprobs: Any) -> Non
 
 def test_our_evaluation_says_the_same(texts: Texts, weights: Path) -> None:
     """The loss of `eval` over windows of a run's evaluation is that of rolling texts of one window each."""
-    run = opened.find(weights, None, None, tokenizer="bytes")
+    run = trained.open_model(weights, tokenizer="bytes")
     program = runs.on_one_device(
         dataclasses.replace(run.config, data=dataclasses.replace(run.config.data, batch_size=2))
     )

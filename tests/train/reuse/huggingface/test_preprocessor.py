@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mupax.train.config.data import PixelsConfig
-from mupax.train.reuse import outline
-from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import trained
 from mupax.train.reuse.huggingface import preprocessor
 from mupax.train.reuse.image_input import recorded
 from mupax.zoo.configs import ConfigError, ViTConfig
@@ -54,7 +53,7 @@ def test_names_and_preprocessing_come_in_and_go_out_again(tmp_path: Path) -> Non
     assert (code, err) == (0, "")
     assert "classes: ant, bee, cat; images: squash, bicubic, mean 0.485 0.456 0.406, std 0.229 0.224 0.225" in out
     for path in (origin, tmp_path / "in"):
-        assert outline.outline(path).images == pretrained.read(path).images == (NAMES, BICUBIC)
+        assert trained.describe(path).images == trained.read(path).images == (NAMES, BICUBIC)
     assert zoo("export", tmp_path / "in", "--out", tmp_path / "out")[0] == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["id2label"] == {"0": "ant", "1": "bee", "2": "cat"}
@@ -63,7 +62,7 @@ def test_names_and_preprocessing_come_in_and_go_out_again(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_the_file_has_the_processors_defaults(tmp_path: Path) -> None:
-    source = pretrained.read(folder(tmp_path / "hf", None, ("LABEL_0", "LABEL_1", "LABEL_2")))
+    source = trained.read(folder(tmp_path / "hf", None, ("LABEL_0", "LABEL_1", "LABEL_2")))
     assert source.images == (None, PixelsConfig(background="none", fit="squash"))
     assert any("no preprocessor_config.json" in note for note in source.notes)
 
@@ -128,7 +127,7 @@ def test_what_is_not_done_here_is_refused_by_its_field(change: dict[str, Any], m
     code, _, err = zoo("import", path, "--out", tmp_path / "in")
     assert code == 2
     with pytest.raises(ConfigError, match=message):
-        outline.outline(path)
+        trained.describe(path)
     assert " ".join(err.split()).count("preprocessor_config.json") == 1
     assert "remove the file to read the weights without it" in " ".join(err.split())
 
@@ -140,7 +139,7 @@ def test_names_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "id2label": {"0": "ant", "1": "bee", "3": "cat"}}))
     with pytest.raises(ConfigError, match="id2label does not name the classes 0 to 2"):
-        pretrained.read(path)
+        trained.read(path)
     for fields, message in (({"class_names": ["ant"]}, "1 names"), ({"class_names": "ant"}, "list of names")):
         with pytest.raises(ConfigError, match=message):
             recorded(fields, MODEL, "here")

@@ -16,7 +16,7 @@ from mupax.train.config import cli
 from mupax.train.config.preset import PresetConfig, preset_for
 from mupax.train.config.recipes import RECIPES
 from mupax.train.core.factors import init_stds, resolve
-from mupax.train.reuse import plain, source
+from mupax.train.reuse import plain, source, trained, transplant
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.definition import definition
@@ -118,11 +118,11 @@ def test_what_is_written_as_another_model_has_the_same_logits(name: str, preset:
     assert len(notes) == 1
     field = "model.sincos" if "positions" in name else "model.routing.capacity_factor"
     assert notes[0].startswith(field)
-    there = source.read(tmp_path / "out")
+    there = trained.read(tmp_path / "out")
     assert there.model == equivalent(config).model != config
     again = definition(there.model)
     standard = resolve(preset_for(PresetConfig(name="sp"), there.model), again)
-    values: Any = source.place(there, again, standard)
+    values: Any = transplant.place(there, again, standard)
 
     def logits(**changes: np.ndarray) -> np.ndarray:
         merged: Any = {**values, **changes}

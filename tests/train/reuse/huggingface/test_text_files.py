@@ -22,8 +22,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 from mupax.__main__ import main
 from mupax.train.data.chats import templates
 from mupax.train.data.text import named_tokenizers
-from mupax.train.reuse import pretrained, runs
-from mupax.train.reuse.generate import opened
+from mupax.train.reuse import runs, trained
 from mupax.train.reuse.harness.texts import Texts
 from mupax.train.reuse.huggingface import tokenizer_files
 from mupax.train.reuse.serve.command import Serve, opened_service
@@ -167,11 +166,11 @@ def test_an_end_token_of_an_unusual_name_is_exported_and_found_again(tmp_path: P
     assert fields(tmp_path / "out" / "tokenizer_config.json")["eos_token"] == "<<fin>>"
     done("import", tmp_path / "out", "--out", tmp_path / "in")
     for path in ("out", "in"):
-        run = opened.find(tmp_path / path, None, None)
-        assert opened.tokenizer_of(run).separator == end
+        run = trained.open_model(tmp_path / path)
+        assert run.tokenizer().separator == end
         done("generate", tmp_path / path, "--tokens 3 --prompt the")
     (tmp_path / "out" / "tokenizer_config.json").unlink()  # config.json alone says it then
-    assert opened.tokenizer_of(opened.find(tmp_path / "out", None, None)).separator == end
+    assert trained.open_model(tmp_path / "out").tokenizer().separator == end
 
 
 def test_weights_with_a_file_of_an_unusual_end_say_how_to_name_it(tmp_path: Path) -> None:
@@ -196,7 +195,7 @@ def test_a_chat_run_ends_with_its_answers_end_and_has_its_template(tmp_path: Pat
     done("import", out, "--out", tmp_path / "in")
     for path in (out, tmp_path / "in"):
         # Documents are still parted by the run's separator, and answers end where the run's do.
-        assert opened.tokenizer_of(opened.find(path, None, None)).separator == between
+        assert trained.open_model(path).tokenizer().separator == between
         service = opened_service(Serve(workdir=path))
         try:
             assert service.template is not None
@@ -329,7 +328,7 @@ def test_weights_of_a_run_on_bytes_say_so(tmp_path: Path) -> None:
     output = done("export", tmp_path / "in", "--out", tmp_path / "out")
     assert output.count("--licence") == 1  # every note once
     assert fields(tmp_path / "out" / "config.json")["mupax"]["tokenizer"] == "bytes"
-    assert pretrained.find(tmp_path / "in").config.data.chat_template == str(tmp_path / "in" / "chat_template.jinja")
+    assert trained.open_model(tmp_path / "in").config.data.chat_template == str(tmp_path / "in" / "chat_template.jinja")
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHATML
     texts = {
         done("generate", tmp_path / name, "--temperature 0 --tokens 3 --prompt the").splitlines()[0]
@@ -370,7 +369,7 @@ def test_scores_of_weights_begin_with_their_begin_token(llama: Path, tmp_path: P
 @functools.cache
 def model_of(folder: Path) -> Any:
     """Log-probabilities of the tokens after the first of `MODEL.seq_len + 1`, as the weights have them."""
-    run = pretrained.find(folder)
+    run = trained.open_model(folder)
     program = runs.on_one_device(run.config)
     params, factors = run.params(program.abstract), program.inputs.factors
 
@@ -440,7 +439,7 @@ def test_transformers_tokenizes_as_the_run_and_stops_at_its_end(run: str, tmp_pa
     done("export", run, "--out", tmp_path / "out")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    own = opened.tokenizer_of(opened.find(Path(run), None, None))
+    own = trained.open_model(Path(run)).tokenizer()
     for text in ("the cat sat", " on<|endoftext|>the mat ", "é 中\n"):
         ids = own.encode([text.encode()])[0].tolist()
         assert tokenizer(text)["input_ids"] == ids
@@ -478,8 +477,8 @@ def test_transformers_renders_conversations_as_the_run(case: str, tmp_path: Path
         done("train", "lm-tiny", *words, TINY, "--workdir", run)
     done("export", run, "--out", tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    opened_run = opened.find(Path(run), None, None)
-    own = opened.tokenizer_of(opened_run)
+    opened_run = trained.open_model(Path(run))
+    own = opened_run.tokenizer()
     template = templates.find(opened_run.config.data.tokenizer, opened_run.config.data.chat_template)
     assert template is not None
     for talk, prompt in ((TALK, False), (TALK[:1], True)):

@@ -11,8 +11,8 @@ import pytest
 from mupax import presets
 from mupax.train.config.run import InitConfig
 from mupax.train.reuse import transplant
-from mupax.train.reuse.start.plan import InitError, Plan, plan
-from mupax.train.reuse.transplant import resized
+from mupax.train.reuse.start.init_from import InitError, plan
+from mupax.train.reuse.transplant import Plan, TransplantError, resized
 from mupax.zoo.configs import ConfigError, ModelConfig
 from tests.train.reuse.grow.test_grow import BASE, LM, TIED, VIT, draw, inputs_of, logits, side
 
@@ -189,8 +189,8 @@ def test_what_is_named_may_differ() -> None:
 def test_what_no_parameter_can_carry() -> None:
     gainless = dataclasses.replace(LM, qk_norm=True, norm_gain=False)
     assert Begun(gainless, gainless, MUP, MUP).plan.moves
-    with pytest.raises(InitError, match="attention logits are taken times"):
+    with pytest.raises(TransplantError, match="attention logits are taken times"):
         Begun(gainless, gainless, SP, presets.get("mup"))
     bare = dataclasses.replace(TIED, norm_gain=False)
-    with pytest.raises(InitError, match="the tied readout is taken times"):
+    with pytest.raises(TransplantError, match="the tied readout is taken times"):
         Begun(bare, bare, SP, presets.get("mup"))

@@ -15,8 +15,7 @@ from mupax.train.config import cli, record
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json
 from mupax.train.core.program import assemble
-from mupax.train.reuse import runs
-from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import runs, trained
 from mupax.train.reuse.start import init_from
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.test_source import published
@@ -110,12 +109,12 @@ def test_what_does_not_fit_leaves_nothing_behind(here: Path, capsys: pytest.Capt
     assert "holds no optimizer state, only weights" in capsys.readouterr().err
     begun = prepared(f"--init-from {folder} {size} --init-resize token readout")
     assert ("resized", "first 17 kept, 239 new") in {(row.action, row.reason) for row in begun.rows}
-    np.testing.assert_array_equal(begun.params["token"][:17], pretrained.read(folder).params["token"])
+    np.testing.assert_array_equal(begun.params["token"][:17], trained.read(folder).params["token"])
 
 
 def test_a_run_starts_from_the_average(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = here / "old" / "checkpoints" / "4"
-    plain, average = (pretrained.read(path, part=part) for part in ("params", "ema"))
+    plain, average = (trained.read(path, part=part) for part in ("params", "ema"))
     assert np.abs(plain.stored["token"] - average.stored["token"]).max() > 0
     begun = prepared("--init-from old --init-ema")
     np.testing.assert_array_equal(begun.params["token"], average.stored["token"])

@@ -20,8 +20,7 @@ from mupax.train.config.preset import PresetConfig
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import Config, OptimizerConfig
 from mupax.train.core.program import assemble
-from mupax.train.reuse import runs
-from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import runs, trained
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.lora.config import LoraConfig
@@ -67,7 +66,7 @@ def state(workdir: str, step: int = 4) -> Any:
 
 
 def test_adapters_alone_move_and_have_moments() -> None:
-    after, before = state("run"), pretrained.read(Path("weights")).params
+    after, before = state("run"), trained.read(Path("weights")).params
     adapters = {name for name in after.params if "_lora." in name}
     assert len(adapters) == 2 * 7  # query, key, value, out, up, gate, down
     assert all(np.abs(after.params[name]).max() > 0 for name in adapters)
@@ -95,16 +94,14 @@ def logits(config: Config, params: Any) -> np.ndarray:
 def test_export_merges_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "run", "--out", "merged"]) == 0
     assert "adapters of rank 3 are merged into their matrices" in capsys.readouterr().out
-    merged, config = pretrained.read(Path("merged")), find(Path("run")).config
+    merged, config = trained.read(Path("merged")), find(Path("run")).config
     assert merged.model.lora.rank is None  # pyright: ignore
     assert set(merged.params) == set(definition(MODEL).specs)
-    trained = state("run").params
+    params = state("run").params
     without = dataclasses.replace(config, model=merged.model, train_only=())
-    expected = logits(config, trained)
+    expected = logits(config, params)
     np.testing.assert_allclose(logits(without, merged.params), expected, atol=2e-6 * np.abs(expected).max())
-    base = logits(
-        without, pretrained.read(Path("weights")).params
-    )  # the control: without adapters it is another function
+    base = logits(without, trained.read(Path("weights")).params)  # the control: without adapters it is another function
     assert np.abs(base - expected).max() > 1e-3 * np.abs(expected).max()
 
 

@@ -195,7 +195,7 @@ def test_nothing_to_continue_begins_a_document() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("eval nothing", "nothing holds no run"),
+        ("eval nothing", "nothing: no run and no weights there"),
         ("eval lm --step 3", "lm has no checkpoint of step 3; there are 2, 4"),
         ("eval lm/checkpoints/2 --step 4", "is step 2, and --step says 4; leave one of them out"),
         ("eval vit --ema", "kept no moving average (ema.decay is None); leave --ema out"),
@@ -203,8 +203,8 @@ def test_nothing_to_continue_begins_a_document() -> None:
         ("eval lm --data.nam x", "no flag is named --data.nam; did you mean --data.name"),
         ("eval lm --data.name text:none.txt", "none.txt"),
         ("eval lm --mesh.data 3", "the mesh needs 3 devices"),
-        ("generate nothing --prompt a", "nothing holds no run"),
-        ("generate vit --prompt a", "vit holds a vit; only decoders and encoder-decoders write text"),
+        ("generate nothing --prompt a", "nothing: no run and no weights there"),
+        ("generate vit --prompt a", "vit holds a vit, and generate is for decoders and encoder-decoders"),
         ("generate lm --prompt a --step 9", "lm has no checkpoint of step 9; there are 2, 4"),
         ("generate lm --prompt a --top-p 2", "top-p is 2.0; write a probability above 0 and up to 1"),
         ("generate lm --prompt a --temperature -1", "temperature is -1.0"),

@@ -14,8 +14,7 @@ import pytest
 from mupax.__main__ import main
 from mupax.train.checkpoints import checkpointer, saved_run
 from mupax.train.checkpoints.workdir import WorkdirError
-from mupax.train.reuse import source
-from mupax.train.reuse.outline import opened
+from mupax.train.reuse import trained
 from mupax.train.run import loop
 from mupax.train.run.restart import supervisor
 from tests.fixtures.programs import shared_programs
@@ -113,9 +112,8 @@ def test_the_highest_accuracy_is_the_best(best_run: Done, untrained: list, tmp_p
 def test_the_best_is_named_wherever_a_step_is(best_run: Done) -> None:
     best = Path("kept/checkpoints/best")
     assert saved_run.find(Path("kept"), "best").step == saved_run.find(best).step == 2
-    assert source.located(best) == Path("kept/checkpoints/2").absolute()
-    assert opened(best)[0::2] == (Path("kept"), "best")
-    assert source.read(best).preset["step"] == source.read(Path("kept"), "best").preset["step"] == 2
+    assert trained.describe(best).exact_path == Path("kept/checkpoints/2").absolute()
+    assert trained.read(best).preset["step"] == trained.read(Path("kept"), "best").preset["step"] == 2
     with pytest.raises(WorkdirError, match="is step best, and --step says 4"):
         saved_run.find(best, 4)
 

@@ -18,7 +18,7 @@ from mupax.train import load
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import verified
 from mupax.train.checkpoints.layout import counts
-from mupax.train.reuse import source as pretrained
+from mupax.train.reuse import trained
 from mupax.train.run.report import metrics
 from scripts.campaigns.injection.emulator import new_bucket
 from tests.fixtures.emulator import emulator
@@ -116,7 +116,7 @@ def test_weights_go_out_and_come_in(resumed: Done, address: str) -> None:
     assert (run.step, run.config.model.depth) == (STEPS, 2)
     assert main(["export", address, "--out", f"{address}-exported"]) == 0
     assert main(["import", f"{address}-exported", "--preset", "sp", "--out", f"{address}-imported"]) == 0
-    one, other = (pretrained.read(path_of(f"{address}{end}")).params for end in ("", "-imported"))
+    one, other = (trained.read(path_of(f"{address}{end}")).params for end in ("", "-imported"))
     assert all(np.allclose(one[name], other[name], rtol=1e-6) for name in one)
 
 
