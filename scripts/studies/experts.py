@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mupax.train.studies.sweep.rows import FILE_NAME, Row
-from mupax.zoo import configs, flops
+from mupax.zoo import configs, families
 from scripts import ROOT
 from scripts.figures import result
 from scripts.pages.markdown import replaced
@@ -98,7 +98,7 @@ def table(arms: Rows) -> str:
         config, each = model(arm), evaluated(of[best(of)])
         difference = "" if arm == "dense" else _difference(each - dense)
         lines.append(
-            f"| {arm} | {sum(map(int, _sizes(config))):,} | {flops.forward_flops(config):,.0f} | 2^{best(of)} | "
+            f"| {arm} | {sum(map(int, _sizes(config))):,} | {families.forward_flops(config):,.0f} | 2^{best(of)} | "
             f"{', '.join(f'{loss:.4f}' for loss in each)} | {difference} |"
         )
     return "\n".join(lines)

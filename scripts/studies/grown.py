@@ -20,7 +20,7 @@ import numpy as np
 
 from mupax.train.config.record import model_from_json
 from mupax.train.run.report.plotting import BLUE, GREY
-from mupax.zoo import configs, flops
+from mupax.zoo import configs, families
 from scripts import ROOT
 from scripts.pages.markdown import replaced
 
@@ -62,7 +62,7 @@ def measure(folder: Path, steps: int, seed: int) -> tuple[Losses, dict[str, floa
     for name, words in {**STARTS, "large": ["--model", LARGE]}.items():
         at = folder / f"{name}-{seed}"
         _run([*shared, *words, "--workdir", str(at)])
-        losses[name], cost[name] = _losses(at), flops.train_flops(_model(at))
+        losses[name], cost[name] = _losses(at), families.train_flops(_model(at))
     for name in STARTS:
         at = folder / f"{name}-{seed}-grown"
         _run(

@@ -21,8 +21,7 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.step import StepInputs, trace_train_step
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Definition, Factor, define, definition
-from mupax.zoo.layers.initial import initial_value, normals
+from mupax.zoo.definition import Definition, Factor, define, definition, initial_value, normals
 
 pytestmark = pytest.mark.core
 

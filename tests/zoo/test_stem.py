@@ -15,7 +15,7 @@ from mupax.presets.roles import ParamSpec, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
 from mupax.train.core.factors import init_stds, resolve
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import ConfigError, ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.vit.config import Convolution
@@ -60,7 +60,7 @@ def test_strides_multiply_to_the_patch(patch_size: int, stem: int, strides: tupl
 
 
 def test_products_are_counted_once_per_pixel_that_they_write() -> None:
-    terms = flops.forward_terms(MODEL)
+    terms = families.forward_terms(MODEL)
     assert terms["read-in"] == 2 * 8**2 * (27 * 8)
     assert terms["hidden"] == 2 * 4**2 * (9 * 8 * 16) + 2 * 2**2 * (9 * 16 * 32)
 

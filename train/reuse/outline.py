@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mupax import folders
 from mupax.disk import read_json
 from mupax.errors import MupaxError
-from mupax.train.checkpoints import assets
+from mupax.train.checkpoints import assets, workdir
 from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.checkpointer import BEST, named_step, step_of
 from mupax.train.checkpoints.workdir import CHECKPOINTS, RECORD
@@ -55,7 +54,7 @@ def opened(path: Path, step: Step | None = None) -> tuple[Path, dict[str, Any], 
         step = step if named is None else named
     if folder.name == CHECKPOINTS and (folder.parent / RECORD).is_file():
         folder = folder.parent
-    folders.check_complete(folder)
+    workdir.check_complete(folder)
     imported = (folder / MODEL).is_file()
     if not imported and not (folder / CONFIG).is_file():
         raise WeightsError(

@@ -38,7 +38,7 @@ from mupax.train.reuse.outline import (
     published_images,
     recorded_run,
 )
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.huggingface import config as huggingface
@@ -46,8 +46,7 @@ from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.tensorfile import Tensors
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.lora import layer as lora
-from mupax.zoo.lora.config import LoraConfig
-from mupax.zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import LoraConfig, TransformerConfig
 
 _CHECKED_VALUES = 1 << 20
 
@@ -204,7 +203,7 @@ def _imported(path: Path, record: Mapping[str, Any]) -> WeightsSource:
     model, preset = checked_model(path, record), record.get("preset")
     files = Tensors(path)
     # Counted first: a model may be built only if it is no larger than the file.
-    if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
+    if families.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
     _check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
     _check_memory(files, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mupax.zoo import flops
+from mupax.zoo import families
 from scripts.studies import experts
 
 
@@ -17,4 +17,4 @@ def test_the_page_is_made_of_the_rows() -> None:
 def test_both_cost_a_token_the_same_but_for_the_router() -> None:
     dense, routed = (experts.model(arm) for arm in experts.ARMS)
     router = 2 * routed.sizes()["layers"] * routed.sizes()["embed"] * routed.sizes()["experts"]
-    assert flops.forward_flops(routed) == pytest.approx(flops.forward_flops(dense) + router)
+    assert families.forward_flops(routed) == pytest.approx(families.forward_flops(dense) + router)

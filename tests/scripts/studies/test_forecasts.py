@@ -16,7 +16,7 @@ from mupax.train.config.run import Config
 from mupax.train.studies.forecast import record
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.sweep import key_of
-from mupax.zoo import flops
+from mupax.zoo import families
 from scripts.studies import backtest, forecasts
 
 SPEC = backtest.Backtest(
@@ -31,7 +31,7 @@ def trained(drift: float):
         folder.mkdir(parents=True, exist_ok=True)
         rows = Rows(folder)
         for config in configs:
-            name, count = key_of(config, "data"), flops.params(config.model)
+            name, count = key_of(config, "data"), families.params(config.model)
             best = -7 + drift * math.log2(count / 14_160)
             least = 1.2 + 20 * count**-0.3 + 3 * config.steps**-0.5
             noise = 0.002 * np.random.default_rng(int(name, 16)).normal()

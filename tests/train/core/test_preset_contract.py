@@ -22,8 +22,7 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients, make_train_step
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import definition
-from mupax.zoo.layers.initial import normals
+from mupax.zoo.definition import definition, normals
 
 SCAN = ComputeConfig(layers="scan")  # compiles in half the time
 MODELS: dict[str, ModelConfig] = {

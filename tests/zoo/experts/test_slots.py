@@ -13,9 +13,9 @@ import pytest
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.experts import parallel
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.experts.parallel import Slots
 from mupax.zoo.experts.routing import Choice
+from mupax.zoo.transformer import RoutingConfig
 
 MODEL = DecoderConfig(
     width=8, depth=1, num_heads=2, vocab_size=11, seq_len=12, norm="rmsnorm", activation="swiglu", bias=True,

@@ -9,8 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mupax.disk import DEEPEST, nested_deeper
-from mupax.paths import path_of
+from mupax.disk import DEEPEST, nested_deeper, path_of
 from mupax.train.config import data_sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_to_json, to_json, with_current_pixels

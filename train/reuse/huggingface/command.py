@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro import conf
 
 from mupax import command_line, terminal
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.config.preset import PresetFlags
 from mupax.train.config.sections import Step
 from mupax.train.data.chats import templates

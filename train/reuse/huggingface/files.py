@@ -16,7 +16,7 @@ from mupax.train.reuse.huggingface import evidence, preprocessor
 from mupax.train.reuse.image_input import printable
 from mupax.train.reuse.outline import CONFIG, FORMAT, MODEL
 from mupax.train.reuse.source import WeightsSource, place
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.definition import definition
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
@@ -62,7 +62,7 @@ def card(
     head = ["---", "library_name: transformers", f"pipeline_tag: {task}", "tags: [mupax]"]
     head += [f"license: {licence}", "---"] if licence else ["---"]
     shape = f"width {sizes['embed']}, depth {sizes['layers']}, {sizes['heads']} heads, {model.input_text}"
-    lines = [*head, f"# {_inline(name)}", f"{model.family}, {shape}; {flops.params(model):,} parameters."]
+    lines = [*head, f"# {_inline(name)}", f"{model.family}, {shape}; {families.params(model):,} parameters."]
     if source.preset:
         lines += [
             "## Parameterization",

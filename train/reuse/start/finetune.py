@@ -19,7 +19,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import UsageError
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.presets.roles import RUN_AXES, Role
 from mupax.train.config import cli, small_folders
 from mupax.train.config.data import DataConfig
@@ -28,8 +28,7 @@ from mupax.train.config.run import Config, InitConfig, LogConfig, OptimizerConfi
 from mupax.train.reuse.outline import ModelDescription, WeightsError, outline
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.families import ImageModel
-from mupax.zoo.lora.config import LoraConfig
-from mupax.zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import LoraConfig, TransformerConfig
 
 FAMILIES = {"vit": "vit", "lm": "decoder", "ed": "encoder-decoder"}
 """How names of recipes begin, to the family that they are of."""

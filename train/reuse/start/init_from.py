@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 
 from mupax import terminal
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.checkpoints.workdir import read_record, with_tokenizer_of_source
 from mupax.train.config.data import DataConfig
 from mupax.train.config.record import from_json, to_json

@@ -21,7 +21,7 @@ from mupax.train.config.record import differences, to_json, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows
 from mupax.train.studies.transfer.fit import Curve
-from mupax.zoo import flops
+from mupax.zoo import families
 
 METRICS = {"evaluation": "loss on the evaluation examples", "training": "mean training loss of the last tenth of steps"}
 SCALES = (
@@ -62,7 +62,7 @@ class Setting:
     @property
     def parameters(self) -> int:
         """Trainable numbers of the model."""
-        return flops.params(self.config.model)
+        return families.params(self.config.model)
 
     @property
     def tokens(self) -> int:

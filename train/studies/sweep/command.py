@@ -187,7 +187,7 @@ def _dry_run(grid: Sequence[Planned]) -> None:
 
 
 def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
-    from mupax.train.parallel.processes import StopRequest
+    from mupax.train.parallel.processes import StopRequest, lasting
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.sweep.table import Table
 
@@ -195,7 +195,7 @@ def _run(args: Sweep, grid: Sequence[Planned], command: str) -> int:
     configs = [point.config for point in grid]
     how, evaluated = args.how, not args.no_eval
     metric = "evaluation loss" if evaluated else "training loss"
-    with terminal.lasting(), StopRequest() as stop:
+    with lasting(), StopRequest() as stop:
         try:
             table = Table(terminal.console(), [point.label for point in grid], metric, _value, last=False)
             with table:

@@ -47,8 +47,7 @@ from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Batches, Trainer
 from mupax.train.studies.sweep.work import Point, Stopped, SweepCallback, Work, one_at_a_time
 from mupax.zoo.configs import ConfigError
-from mupax.zoo.experts.config import RoutingConfig
-from mupax.zoo.lora.config import LoraConfig
+from mupax.zoo.transformer import LoraConfig, RoutingConfig
 
 Mode = Literal["auto", "together", "in-turn"]
 STEPS = 3

@@ -55,7 +55,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
         _dry_run(studies, args)
         return 0
 
-    from mupax.train.parallel.processes import StopRequest
+    from mupax.train.parallel.processes import StopRequest, lasting
     from mupax.train.studies.sweep.work import Stopped
 
     console = terminal.console()
@@ -64,7 +64,7 @@ def execute(args: Transfer, rest: Sequence[str], command: str, run: Runner | Non
     studies = shared(studies)
     if any(one.trained != one.configs for one in studies):
         console.print("where presets give a model the same numbers its points are trained once", style="dim")
-    with terminal.lasting(), StopRequest() as stop:
+    with lasting(), StopRequest() as stop:
         try:
             engine = _engine(folder, args.how, stop)
             runner = run or _watched(engine, console)

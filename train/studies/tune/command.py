@@ -130,7 +130,7 @@ def _dry_run(args: Tune, config: Config, constants: Sequence[Constant]) -> None:
 
 
 def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: str) -> int:
-    from mupax.train.parallel.processes import StopRequest
+    from mupax.train.parallel.processes import StopRequest, lasting
     from mupax.train.studies.sweep import sweep
     from mupax.train.studies.tune import report
     from mupax.train.studies.tune.report import LiveTable
@@ -139,7 +139,7 @@ def _run(args: Tune, config: Config, constants: tuple[Constant, ...], command: s
     folder = Path(args.out or f"runs/tune-{cli.name_of(args.recipe)}")
     search = Search(config, constants, args.limits)
     metric = "training loss" if args.no_eval else "evaluation loss"
-    with terminal.lasting(), StopRequest() as stop:
+    with lasting(), StopRequest() as stop:
         engine = sweep.Sweep(
             folder,
             how=args.how,

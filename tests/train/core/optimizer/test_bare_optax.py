@@ -21,8 +21,7 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.zoo.configs import DecoderConfig, ViTConfig
-from mupax.zoo.definition import Factor, definition
-from mupax.zoo.layers.initial import normals
+from mupax.zoo.definition import Factor, definition, normals
 from tests.fixtures.xla import FUSIONS_OF_USERS
 
 STEPS = 10

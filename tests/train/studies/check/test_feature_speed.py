@@ -22,9 +22,8 @@ from mupax.train.core.state import TrainState
 from mupax.train.studies.check import check, feature_speed
 from mupax.train.studies.check.balance import balance, descent, direction, next_scale, parts_of
 from mupax.zoo import configs
-from mupax.zoo.definition import define
+from mupax.zoo.definition import define, normals
 from mupax.zoo.definition import definition as define_model
-from mupax.zoo.layers.initial import normals
 
 MODELS = {
     "decoder": dataclasses.replace(
