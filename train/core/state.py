@@ -68,12 +68,6 @@ class Limits(NamedTuple):
     skip_spikes: Any = np.bool_(False)
 
 
-def limits(config: FaultsConfig) -> Limits:
-    """What counts as a spike in a run, on the host: nothing does where it names no deviations."""
-    deviations = np.inf if config.spike_deviations is None else config.spike_deviations
-    return Limits(np.float32(deviations), np.bool_(config.skip_spikes))
-
-
 def check_step(
     health: Health, limits: Limits, loss: jax.Array, grad_norm: jax.Array
 ) -> tuple[jax.Array, jax.Array, Health]:

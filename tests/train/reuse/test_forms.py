@@ -17,7 +17,7 @@ from mupax import presets
 from mupax.presets import FORMS, PresetError, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
-from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.train.reuse.forms import convert, theta
@@ -101,7 +101,7 @@ def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, S
     params = {
         n: w * stds[n].reshape(stds[n].shape + (1,) * (w.ndim - stds[n].ndim)) for n, w in normals(family).items()
     }
-    run = StepInputs(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, STEPS))
+    run = StepInputs(resolve(preset, model, config.name, config.decay), hyperparams(config, STEPS))
     return TrainState(jnp.zeros([], jnp.int32), params, trainer(family, name)[1].init(params)), run
 
 
