@@ -37,8 +37,8 @@ from tyro import conf
 from tyro.constructors import PrimitiveConstructorSpec
 
 from mupax import terminal
+from mupax.disk import path_of
 from mupax.errors import MupaxError
-from mupax.paths import path_of
 
 T = TypeVar("T")
 Switch = Annotated[bool, conf.FlagCreatePairsOff]

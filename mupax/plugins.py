@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from mupax import disk
+from mupax.disk import user_folder
 from mupax.errors import MupaxError
-from mupax.paths import user_folder
 
 FLAG = "--plugin"
 _importing: list[str] = []

@@ -14,7 +14,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -314,49 +314,6 @@ def _flush(stream: TextIO | None) -> Exception | None:
             os.close(nowhere)
         return error
     return None
-
-
-@contextlib.contextmanager
-def lasting() -> Iterator[None]:
-    """Standard output and error that are no reason to end, while entered, when their terminal or pipe is closed."""
-    err = _Lasting(sys.stderr)
-    out = _Lasting(sys.stdout, note=lambda text: print(text, file=err))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # pyright: ignore[reportArgumentType]
-        yield
-
-
-class _Lasting:
-    """A stream for text that stays when its terminal or pipe goes: what is written after that is lost, and nothing fails.
-
-    Args:
-        stream: to write to.
-        note: told once that it is gone.
-    """
-
-    def __init__(self, stream: TextIO, note: Callable[[str], None] = lambda text: None) -> None:
-        self._stream, self._note, self._gone = stream, note, False
-
-    def write(self, text: str) -> int:
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        self._lasting(lambda: self._stream.write(text.encode(encoding, "replace").decode(encoding)))
-        return len(text)
-
-    def flush(self) -> None:
-        self._lasting(self._stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _lasting(self, write: Callable[[], object]) -> None:
-        if self._gone:
-            return
-        try:
-            write()
-        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
-            self._gone = True
-            with contextlib.suppress(OSError, ValueError):  # what it still holds must not fail either, at the end
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            self._note(f"standard output takes nothing any more ({error}); the run goes on without it")
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[str] | None = None, keys: int = 1, indent: int = 0) -> str:

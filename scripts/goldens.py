@@ -23,7 +23,7 @@ from mupax.presets.optimizers import Family
 from mupax.presets.papers import choices
 from mupax.presets.roles import ENCODER, OWN, Stack
 from mupax.zoo.configs import DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.transformer import RoutingConfig
 from scripts import ROOT
 
 FOLDER = ROOT / "tests" / "goldens"

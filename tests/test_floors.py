@@ -55,7 +55,6 @@ OWN_IDEAS = {
     "train/reuse/serve/worker.py": "the thread that has the device; with the service 940 lines",
     "train/run/dry_run.py": _LIGHT,
     "train/run/eval_command.py": "a command of its own, of which `noise` takes the opening of a run",
-    "train/run/results.py": "the two ends of the loop; with the loop 710 lines",
     "train/run/resume.py": "comparisons with earlier parts and other processes; with the start of a run 740 lines",
     "train/studies/check/balance.py": _LIGHT,
     "train/studies/check/joint_run.py": "a study of a run's optimizer; with the command of coordinate checks 600 lines",
@@ -66,7 +65,6 @@ OWN_IDEAS = {
     "train/studies/tune/report.py": _LIGHT,
     "zoo/decoder/model.py": _LIGHT,
     "zoo/encoder_decoder/model.py": _LIGHT,
-    "zoo/experts/parallel.py": "collectives between devices that split experts; the layer runs without a mesh",
     "zoo/huggingface/encoder_decoder.py": "a published family of its own",
     "zoo/huggingface/gemma.py": "a published family of its own",
     "zoo/vit/model.py": _LIGHT,
@@ -78,7 +76,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "train/config/data.py": ("mupax.train.data.sources", "mupax.train.data.records", "mupax.train.data.interface"),
     "zoo/decoder/config.py": ("mupax.zoo.decoder.model",),
     "zoo/encoder_decoder/config.py": ("mupax.zoo.encoder_decoder.model",),
-    "zoo/lora/config.py": ("mupax.zoo.lora.layer",),
+    "zoo/transformer.py": ("mupax.zoo.lora.layer",),
     "zoo/vit/config.py": ("mupax.zoo.vit.model",),
 }
 """Files whose entries name what stands above them or is made of them, to the modules that they name.

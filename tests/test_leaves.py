@@ -70,14 +70,13 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "zoo/__init__.py": ("zoo/functional",),
     "zoo/decoder/model.py": ("zoo/experts",),
     "zoo/encoder_decoder/config.py": ("zoo/encoder_decoder",),
-    "zoo/layers/block.py": ("zoo/experts",),
     "zoo/layers/stack.py": ("zoo/experts",),
-    "zoo/lora/config.py": ("zoo/lora",),
+    "zoo/transformer.py": ("zoo/lora",),
     "zoo/vit/model.py": ("zoo/experts",),
     "train/config/data.py": ("train/data/sources", "train/data/text"),
     "train/config/recipes/files.py": ("presets/tuned",),
     "train/config/tuned.py": ("presets/tuned",),
-    "train/core/cross_entropy/sums.py": ("zoo/experts",),
+    "train/core/state.py": ("zoo/experts",),
     "train/core/factors.py": ("presets/analysis",),
     "train/data/__init__.py": ("train/data/sources", "train/data/text"),
     "train/data/assets.py": ("train/data/text",),
@@ -85,14 +84,13 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "train/data/show.py": ("train/data/text",),
     "train/run/report/finish.py": ("train/reuse/generate", "train/run/report/mirrors"),
     "train/run/report/metrics.py": ("train/run/report/mirrors",),
-    "train/run/results.py": ("train/run/report/mirrors",),
-    "train/run/runtime.py": ("train/reuse/start", "train/run/restart"),
+    "train/run/runtime.py": ("train/reuse/start", "train/run/report/mirrors", "train/run/restart"),
     "train/run/start.py": ("train/reuse", "train/reuse/start", "train/run/report/mirrors"),
 }
 """File of the core to the leaves that it imports, each inside the function that needs it."""
 FRONT = ("train/__init__.py", "train/reuse/model.py")
 """Files that, like commands, put leaves together: the Python interface of runs and of trained models."""
-CONFIGS = ("zoo/encoder_decoder/config.py", "zoo/experts/config.py", "zoo/lora/config.py")
+CONFIGS = ("zoo/encoder_decoder/config.py",)
 """Files of leaves that belong to the core: flags and the records of runs are made of these configs."""
 CONTROL = "mupax.train.core.optimizer"
 
@@ -220,7 +218,7 @@ def test_control_a_planted_import_is_caught(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("zoo/lora/planted.py", "from mupax.zoo.experts import config"),
+        ("zoo/lora/planted.py", "from mupax.zoo.encoder_decoder import config"),
         ("train/data/records/planted.py", "from mupax.train.data.chats import records"),
         ("train/studies/transfer/planted.py", "from mupax.train.studies.sweep import rows"),
         ("train/studies/sweep/command.py", "def f():\n    from mupax.train.studies.transfer import study"),

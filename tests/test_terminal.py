@@ -17,6 +17,7 @@ import pytest
 
 from mupax import memory, terminal
 from mupax.__main__ import main
+from mupax.train.parallel import processes
 
 pytestmark = pytest.mark.core
 
@@ -239,12 +240,12 @@ def test_a_printed_command_can_be_copied_whatever_the_path(path: str, monkeypatc
 
 def test_a_stream_lasts_whatever_becomes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     narrow = io.TextIOWrapper(io.BytesIO(), "ascii")
-    with contextlib.redirect_stdout(narrow), terminal.lasting():
+    with contextlib.redirect_stdout(narrow), processes.lasting():
         print("✓ better", flush=True)
     assert narrow.buffer.getvalue() == b"? better\n"  # type: ignore[attr-defined]
     closed = io.StringIO()
     closed.close()
-    with contextlib.redirect_stdout(closed), terminal.lasting():
+    with contextlib.redirect_stdout(closed), processes.lasting():
         print("lost")
         print("lost too", flush=True)
     out, err = capsys.readouterr()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mupax.errors import MupaxError
-from mupax.train.config import devices, sizes
+from mupax.train.config import run, sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.studies.sweep import grids
 from mupax.train.studies.tune import over
@@ -25,8 +25,8 @@ READERS: dict[str, Callable[[str], Any]] = {
     "grid": grids.parse,
     "range": grids.span,
     "sizes": sizes.parse,
-    "rules of sharding": lambda text: devices.parse_rules([text]),
-    "slices": lambda text: devices.parse_slices([text]),
+    "rules of sharding": lambda text: run.parse_rules([text]),
+    "slices": lambda text: run.parse_slices([text]),
     "constants": lambda text: over.parse([text], CONFIG),
 }
 BEGINNINGS = ("", "lr", "lr=", "readout.lr=", "width=", "heads=1,", "2^-3:2^3:", "1:", "data=")

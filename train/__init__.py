@@ -26,9 +26,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mupax.train.config.devices import DistributedConfig, MeshConfig
     from mupax.train.config.recipes import RECIPES
-    from mupax.train.config.run import CheckpointConfig, Config, DataConfig, OptimizerConfig, PresetConfig
+    from mupax.train.config.run import (
+        CheckpointConfig,
+        Config,
+        DataConfig,
+        DistributedConfig,
+        MeshConfig,
+        OptimizerConfig,
+        PresetConfig,
+    )
     from mupax.train.core.functional.parameterization import Parameterization, parameterize
     from mupax.train.core.program import Program, assemble
     from mupax.train.reuse.model import Model, Prediction, load

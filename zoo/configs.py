@@ -9,8 +9,8 @@ from mupax.plugins import loaded_module
 from mupax.table import function_of
 from mupax.zoo.decoder.config import DecoderConfig
 from mupax.zoo.encoder_decoder.config import NAMED, EncoderDecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.families import ComputeConfig, ConfigError, ModelConfig
+from mupax.zoo.transformer import RoutingConfig
 from mupax.zoo.vit.config import ViTConfig
 
 __all__ = [

@@ -1,21 +1,175 @@
-"""The pre-norm residual stack that every transformer here shares, as data: sizes, parameters, factors, FLOPs. Imports no JAX."""
+"""The pre-norm residual stack that every transformer here shares, as data: sizes, parameters, factors, FLOPs. Imports no JAX.
+
+Its parts come first: low-rank adapters of its matrices, and how tokens go to experts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, get_args
 
 from mupax.config_fields import Affects, Listed
 from mupax.presets.matrices import EXPERT_MATRICES, MATRICES, with_value_dim
 from mupax.presets.roles import FactorSpec, ParamSpec, Role
-from mupax.zoo.experts.config import RoutingConfig, check
-from mupax.zoo.families import ConfigError, ModelConfig, nearest_divisor
-from mupax.zoo.lora.config import LoraConfig
+from mupax.zoo.families import ComputeConfig, ConfigError, ModelConfig, nearest_divisor
+
+Gate = Literal["sigmoid", "softmax", "softmax-all"]
+
+Branch = Literal["attention", "mlp"]
 
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "gelu_exact", "relu", "swiglu", "geglu"]
 _QKV = ("block.attention.query", "block.attention.key", "block.attention.value")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RoutingConfig:
+    """How a token's experts are chosen and weighed, what an expert takes at most, and what keeps them evenly used."""
+
+    gate: Annotated[Gate, Affects("model", "softmax", given={"model.experts": 4})] = "sigmoid"
+    """Weights of a token's experts: sigmoid of the score over their number (2601.20205), softmax over their scores (Mixtral), or over
+    all (Switch)."""
+    capacity_factor: Annotated[float | None, Affects("model", 1.0, given={"model.experts": 4})] = None
+    """An expert takes at most so many times its even share of an example's tokens, the first ones; it takes all unless given (dropless)."""
+    balance: Annotated[Literal["loss", "bias", "none"], Affects("model", "bias", given={"model.experts": 4})] = "loss"
+    """loss: of Switch, times balance_weight. bias: added to scores where experts are chosen, moved by their loads
+    (`rates.block.router.bias` scales it)."""
+    balance_weight: Annotated[float, Affects("model", 0.1, given={"model.experts": 4})] = 0.01
+    """Weight of the balance loss, which is 1 where all experts are used alike."""
+    z_weight: Annotated[float, Affects("model", 0.1, given={"model.experts": 4})] = 0.001
+    """Weight of the mean square of the scores' log-sum-exp (ST-MoE)."""
+
+    def __post_init__(self) -> None:
+        if self.capacity_factor is not None and not (0 < self.capacity_factor < math.inf):
+            raise ConfigError(
+                f"model.routing.capacity_factor is {self.capacity_factor}, and no token would find room; "
+                "write a number above 0, such as 1.25, or leave it out, and no token is dropped"
+            )
+        for name in ("balance_weight", "z_weight"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ConfigError(f"model.routing.{name} is {value}; write a number of at least 0")
+
+    def capacity(self, tokens: int, experts: int, active: int) -> int | None:
+        """Tokens of an example that an expert takes at most; None where it takes all.
+
+        Args:
+            tokens: of an example.
+            experts: of a layer.
+            active: that a token goes to.
+        """
+        if self.capacity_factor is None:
+            return None
+        return min(tokens, math.ceil(self.capacity_factor * tokens * active / experts))
+
+
+class WithExperts(Protocol):
+    """What is read of a model's config."""
+
+    @property
+    def experts(self) -> int | None: ...
+    @property
+    def active(self) -> int: ...
+    @property
+    def expert_dim(self) -> int | None: ...
+    @property
+    def mlp_dim(self) -> int: ...
+    @property
+    def routing(self) -> RoutingConfig: ...
+    @property
+    def compute(self) -> ComputeConfig: ...
+
+
+def check_experts(model: WithExperts) -> None:
+    """Raises ConfigError where a model's experts do not fit together, or fields of theirs are written without experts."""
+    if model.experts is None:
+        fields = {name: getattr(model, name) for name in ("active_experts", "expert_dim", "shared_experts")}
+        fields |= {"routing": None if model.routing == RoutingConfig() else "not the default"}
+        for name, value in fields.items():
+            if value is not None:
+                raise ConfigError(f"model.{name} is {value} and there are no experts; write model.experts too")
+        return
+    if model.active > model.experts:
+        raise ConfigError(
+            f"model.active_experts {model.active} is more than the {model.experts} experts there are; "
+            f"write active_experts {model.experts} or fewer"
+        )
+    if model.expert_dim is None and model.mlp_dim % model.active:
+        raise ConfigError(
+            f"the MLP's {model.mlp_dim} hidden units do not split over {model.active} active experts; "
+            f"write expert_dim {max(1, round(model.mlp_dim / model.active))}"
+        )
+    if model.compute.product_dtype is not None:
+        raise ConfigError(
+            f"model.compute.product_dtype {model.compute.product_dtype} is for models without experts; leave it out"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA, Hu et al. 2021): a matrix W of a block computes x W + (alpha / rank) x A B."""
+
+    rank: Annotated[int | None, Affects("model", 2, given={"freeze": ("bias",)})] = None
+    """Numbers between A and B; no adapters unless given."""
+    alpha: Annotated[float, Affects("model", 16.0, given={"freeze": ("bias",), "model.lora.rank": 2})] = 32.0
+    """Scale of what adapters add, over their rank: of another rank the same learning rate serves."""
+    on: Annotated[tuple[Branch, ...], Affects("model", ("mlp",), given={"freeze": ("bias",), "model.lora.rank": 2})] = (
+        "attention",
+        "mlp",
+    )
+    """Branches whose matrices have them."""
+
+    def __post_init__(self) -> None:
+        if self.rank is not None and self.rank < 1:
+            raise ConfigError(f"lora.rank is {self.rank}; write a whole number of at least 1, such as 8")
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError(f"lora.alpha is {self.alpha}; write a number above 0, such as 32")
+        wrong = [branch for branch in self.on if branch not in get_args(Branch)]
+        if wrong or not self.on:
+            raise ConfigError(f"lora.on is {' '.join(wrong) or 'nothing'}; write attention, mlp or both")
+        if self.rank is None and any(getattr(self, of.name) != of.default for of in dataclasses.fields(self)):
+            raise ConfigError(
+                "lora.alpha and lora.on are of adapters, and there are none; write lora.rank too, such as 8"
+            )
+
+    @property
+    def scale(self) -> float:
+        """What the product of both is taken times."""
+        return self.alpha / (self.rank or 1)
+
+    def sizes(self) -> dict[str, int]:
+        """The axis that adapters add to a model's."""
+        return {"rank": self.rank} if self.rank else {}
+
+    def declared(self, matrices: Mapping[str, ParamSpec]) -> dict[str, ParamSpec]:
+        """The adapters of a stack, by name.
+
+        Args:
+            matrices: of the stack, by name.
+        """
+        if self.rank is None:
+            return {}
+        from mupax.presets.adapters import pair
+
+        adapted = [name for name in matrices if name.startswith(tuple(f"block.{branch}." for branch in self.on))]
+        return {
+            f"{name}_lora.{which}": of for name in adapted for which, of in zip("ab", pair(matrices[name]), strict=True)
+        }
+
+    def modules(self, init: Any, *names: str) -> tuple[Any, ...]:
+        """The adapters (`mupax.zoo.lora.layer.Lora`) of matrices, None for each that has none.
+
+        Args:
+            init: of the matrices' module.
+            *names: of the matrices.
+        """
+        if self.rank is None:
+            return (None,) * len(names)
+        from mupax.zoo.lora.layer import Lora
+
+        scopes = [init.scope(f"{name}_lora") for name in names]
+        return tuple(Lora(self.scale, scope) if scope.has("a") else None for scope in scopes)
 
 
 class RopeScaling(NamedTuple):
@@ -125,7 +279,7 @@ class TransformerConfig(ModelConfig):
             raise ConfigError(
                 f"model.mlp_ratio {self.mlp_ratio} times model.width {self.width} is not a whole number; write mlp_ratio {near:.10g}"
             )
-        check(self)
+        check_experts(self)
 
     @property
     def mlp_dim(self) -> int:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from tyro import conf
 
 from mupax import terminal
-from mupax.paths import lasting_name
+from mupax.disk import lasting_name
 from mupax.table import function_of
 from mupax.train.config.data import DEFAULT_LIMITS, LimitsConfig
 from mupax.train.data import DataError

@@ -13,7 +13,7 @@ from tyro import conf
 from mupax import terminal
 from mupax.command_line import Switch
 from mupax.train.config import cli
-from mupax.zoo import configs, flops
+from mupax.zoo import configs, families
 from mupax.zoo.families import ModelConfig
 
 COLUMNS = ("model", "family", "width", "depth", "heads", "head_dim", "mlp", "input", "parameters", "forward FLOPs")
@@ -78,8 +78,8 @@ def _summary(name: str, model: ModelConfig) -> dict[str, Any]:
         "name": name,
         "family": model.family,
         "sizes": model.sizes(),
-        "parameters": flops.params(model),
-        "forward_flops": flops.forward_flops(model),
+        "parameters": families.params(model),
+        "forward_flops": families.forward_flops(model),
         "per": model.unit,
         "config": dataclasses.asdict(model),
     }

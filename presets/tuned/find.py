@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mupax import disk, spellings, terminal
-from mupax.paths import user_folder as settings_folder
+from mupax.disk import user_folder as settings_folder
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
 from mupax.presets.tuned import schema
@@ -86,7 +86,7 @@ class Tuned:
 
 
 def user_folder() -> Path:
-    """Return the folder of tuned presets that every project of this user finds: `tuned` in `mupax.paths.user_folder`."""
+    """Return the folder of tuned presets that every project of this user finds: `tuned` in `mupax.disk.user_folder`."""
     return settings_folder() / "tuned"
 
 

@@ -33,8 +33,7 @@ from orbax.checkpoint import v1 as ocp
 from tyro.conf import Positional
 
 from mupax.command_line import Switch
-from mupax.disk import write_whole
-from mupax.paths import copy, path_of
+from mupax.disk import copy, path_of, write_whole
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.layout import by_name
 from mupax.train.checkpoints.workdir import CHECKPOINTS, WorkdirError

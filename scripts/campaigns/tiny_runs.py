@@ -128,7 +128,7 @@ def free_port() -> int:
 
 def latest(workdir: Path | str) -> int | None:
     """Step of the newest checkpoint."""
-    from mupax.paths import path_of
+    from mupax.disk import path_of
     from mupax.train.checkpoints.folder import steps
 
     return max(steps(path_of(workdir) / "checkpoints"), default=None)
@@ -136,7 +136,7 @@ def latest(workdir: Path | str) -> int | None:
 
 def left(workdir: Path | str, steps: int) -> dict[str, Any]:
     """What a finished run has left, without times: rows, and the digest of every shard of its verified last checkpoint."""
-    from mupax.paths import path_of
+    from mupax.disk import path_of
     from mupax.train.checkpoints.folder import verified
     from mupax.train.run.report import metrics
 
@@ -149,7 +149,7 @@ def left(workdir: Path | str, steps: int) -> dict[str, Any]:
 
 def left_arrays(workdir: Path | str, step: int) -> dict[str, Any]:
     """Return the digests of every shard of a workdir's verified checkpoint."""
-    from mupax.paths import path_of
+    from mupax.disk import path_of
     from mupax.train.checkpoints.folder import verified
 
     return verified(path_of(workdir) / "checkpoints" / str(step)).arrays

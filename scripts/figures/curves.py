@@ -47,7 +47,7 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
         Per axis `size` [S], `flops` of a step [S], `loss` [S, seeds, P] and the `steps` it is at [P], `kernel`
         [S, seeds, Q, Q] and `attention` [S, seeds, bins] after the last step.
     """
-    from mupax.zoo import flops
+    from mupax.zoo import families
     from scripts.figures import training
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def measure(kind: str, settings: Mapping[str, Any], folder: Path, *, ends: float
             axis, {"size": [], "flops": [], "steps": runs[0]["steps"], **{n: [] for n in _FIELDS}}
         )
         here["size"].append(size)
-        here["flops"].append(flops.train_flops(config.model) * config.data.batch_size * _units(config))
+        here["flops"].append(families.train_flops(config.model) * config.data.batch_size * _units(config))
         for name in _FIELDS:
             here[name].append([one[name] for one in runs])
     return by_axis

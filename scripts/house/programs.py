@@ -16,7 +16,7 @@ from mupax.train.core.step import _unplaced
 from mupax.train.parallel.sharding import abstract_batch
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.transformer import RoutingConfig
 from scripts.house.digests import digest
 
 DECODER = DecoderConfig(

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from mupax.zoo.configs import DecoderConfig, ViTConfig
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
-from mupax.zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import RoutingConfig, TransformerConfig
 
 GPT2 = DecoderConfig(width=48, depth=3, num_heads=6, vocab_size=97, seq_len=29, tied=True)
 LLAMA = DecoderConfig(

@@ -11,7 +11,7 @@ import pytest
 
 from mupax.__main__ import main
 from mupax.terminal import si
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS
 
 pytestmark = pytest.mark.core
@@ -35,8 +35,8 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     for row in rows:
         model = CONFIGS[row["name"]]
         assert row["sizes"] == model.sizes()
-        assert row["parameters"] == flops.params(model)
-        assert row["forward_flops"] == flops.forward_flops(model)
+        assert row["parameters"] == families.params(model)
+        assert row["forward_flops"] == families.forward_flops(model)
 
 
 def test_describe_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_describe_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert "layers embed* kv_heads head_dim" in lines["block.attention.key"]
-    assert f"{flops.params(CONFIGS['lm-tiny']):,}" in lines["total"]
+    assert f"{families.params(CONFIGS['lm-tiny']):,}" in lines["total"]
 
 
 @pytest.mark.parametrize("name", ["vit-tiny", "lm-proxy", "bordelon-vit"])

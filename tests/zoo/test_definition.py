@@ -17,12 +17,11 @@ from mupax import presets
 from mupax.presets import ParamSpec, Preset, PresetError, Role
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
-from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.step import StepInputs, trace_train_step
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import Definition, Factor, define, definition
-from mupax.zoo.layers.initial import initial_value, normals
+from mupax.zoo.definition import Definition, Factor, define, definition, initial_value, normals
 
 pytestmark = pytest.mark.core
 
@@ -90,7 +89,7 @@ def test_a_users_own_model_trains() -> None:
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     tx = optimizer.build(config, model_definition.specs)
     abstract = state.abstract_state(model_definition, tx, layout)
-    run = StepInputs(resolve(preset, model_definition, config.name), optimizer.hyper(config, 30))
+    run = StepInputs(resolve(preset, model_definition, config.name), hyperparams(config, 30))
     random = np.random.default_rng(1)
     inputs = random.standard_normal((32, 3)).astype(np.float32)
     batch = {

@@ -33,7 +33,7 @@ from mupax.train.core.program import assemble
 from mupax.train.reuse import runs
 from mupax.train.run import loop
 from mupax.train.studies.check import check
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, FAMILIES, ConfigError, ModelConfig, family_class
 from mupax.zoo.definition import definition
 
@@ -68,7 +68,7 @@ def test_a_module_is_made_of_what_its_config_declares(model: ModelConfig) -> Non
     for name, spec in built.specs.items():
         assert built.abstract[name].shape == tuple(sizes[axis] for axis in spec.axes), name
     assert built.factors.keys() == model.factors().keys()
-    assert built.count() == flops.params(model)
+    assert built.count() == families.params(model)
 
 
 def test_a_module_of_other_parameters_is_refused() -> None:
@@ -93,14 +93,14 @@ def test_its_table() -> None:
 
 def test_its_flops() -> None:
     patches, width, hidden = 16, 16, 32
-    assert flops.forward_terms(MIXER) == {
+    assert families.forward_terms(MIXER) == {
         "read-in": 2 * 4 * width * patches,
         "hidden": 3 * 2 * 2 * patches * 10 * width,
         "mlp": 3 * 2 * 2 * width * hidden * patches,
         "readout": 2 * width * 10,
     }
-    assert flops.train_flops(MIXER) == 3 * flops.forward_flops(MIXER)
-    assert flops.params(MIXER) == 4 * 16 + 3 * (2 * 16 * 10 + 2 * 16 * 32) + 16 * 10
+    assert families.train_flops(MIXER) == 3 * families.forward_flops(MIXER)
+    assert families.params(MIXER) == 4 * 16 + 3 * (2 * 16 * 10 + 2 * 16 * 32) + 16 * 10
 
 
 def test_it_is_sharded_over_eight_devices(tmp_path: Path) -> None:

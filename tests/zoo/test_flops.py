@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, ComputeConfig, DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
 
@@ -43,26 +43,26 @@ VARIANTS: dict[str, ModelConfig] = {
 @pytest.mark.parametrize("name", [*CONFIGS, *VARIANTS])
 def test_params_equal_the_built_tree(name: str) -> None:
     model = {**CONFIGS, **VARIANTS}[name]
-    assert flops.params(model) == definition(model).count()
+    assert families.params(model) == definition(model).count()
 
 
 def test_params_of_published_models() -> None:
     # Table I of 2304.02034, a sum of rounded terms, and what transformers counts of google/t5 and google/flan-t5.
-    assert flops.params(CONFIGS["bart-large"]) / 1e6 == pytest.approx(51.5 + 1.1 + 151.0 + 201.3, abs=0.1)
-    assert flops.params(CONFIGS["r2c2"]) / 1e9 == pytest.approx(2.7, abs=0.05)
+    assert families.params(CONFIGS["bart-large"]) / 1e6 == pytest.approx(51.5 + 1.1 + 151.0 + 201.3, abs=0.1)
+    assert families.params(CONFIGS["r2c2"]) / 1e9 == pytest.approx(2.7, abs=0.05)
     published = {
         "t5-small": 60_506_624,
         "t5-base": 222_903_552,
         "flan-t5-small": 76_961_152,
         "flan-t5-base": 247_577_856,
     }
-    assert {name: flops.params(CONFIGS[name]) for name in published} == published
+    assert {name: families.params(CONFIGS[name]) for name in published} == published
     # Radford et al.'s release has 124,439,808 numbers and Dosovitskiy et al.'s ViT-B/16 86,567,656; both with a key bias,
     # which is left out here (no gradient), and the ViT with a CLS token and its position.
     key_biases = 12 * 768
-    assert flops.params(CONFIGS["gpt2"]) == 124_439_808 - key_biases
+    assert families.params(CONFIGS["gpt2"]) == 124_439_808 - key_biases
     cls_token_and_position = 2 * 768
-    assert flops.params(CONFIGS["vit-b16"]) == 86_567_656 - key_biases - cls_token_and_position
+    assert families.params(CONFIGS["vit-b16"]) == 86_567_656 - key_biases - cls_token_and_position
 
 
 def unrolled(model: ModelConfig) -> ModelConfig:
@@ -95,7 +95,7 @@ def traced_flops(jaxpr) -> int:
 
 def computed(model: ModelConfig) -> float:
     """Analytic count of one example as the zoo computes it: XLA's attention fills the masked half of a causal matrix too."""
-    terms = flops.forward_terms(model)
+    terms = families.forward_terms(model)
     if isinstance(model, DecoderConfig):
         return model.seq_len * (sum(terms.values()) + terms["attention"])
     if isinstance(model, EncoderDecoderConfig):
@@ -133,7 +133,7 @@ def test_flops_agree_with_xla(model: ModelConfig) -> None:
 def test_a_wrong_count_is_seen() -> None:
     # Control: one forgotten projection, or causal attention counted in full, is far outside of both comparisons.
     model = CONFIGS["lm-tiny"]
-    terms = flops.forward_terms(model)
+    terms = families.forward_terms(model)
     assert terms["attention projections"] / 4 > 0.08 * sum(terms.values()) / 2
     assert computed(model) > model.seq_len * sum(terms.values())
 
@@ -141,8 +141,8 @@ def test_a_wrong_count_is_seen() -> None:
 def test_centred_models_pay_for_the_frozen_forward_pass() -> None:
     plain = CONFIGS["vit-tiny"]
     centred = dataclasses.replace(plain, centered=True)
-    assert flops.train_flops(plain) == 3 * flops.forward_flops(plain)
-    assert flops.train_flops(centred) == 4 * flops.forward_flops(plain)
+    assert families.train_flops(plain) == 3 * families.forward_flops(plain)
+    assert families.train_flops(centred) == 4 * families.forward_flops(plain)
 
 
 @pytest.mark.parametrize("width", [30, 60])
@@ -150,7 +150,9 @@ def test_causal_attention_counts_half_of_what_palms_mfu_counts(width: int) -> No
     """PaLM, 2204.02311, appendix B: 12 L H Q T a token for attention, of a step, causal or not."""
     model = dataclasses.replace(DECODER, width=width)
     palm = 12 * model.depth * model.num_heads * model.heads_dim * model.seq_len
-    assert 3 * flops.forward_terms(model)["attention"] == palm / 2  # a token is a decoder's unit, and an image a ViT's
+    assert (
+        3 * families.forward_terms(model)["attention"] == palm / 2
+    )  # a token is a decoder's unit, and an image a ViT's
     positions = VIT.sizes()["position"]
     complete = 12 * VIT.depth * VIT.num_heads * VIT.heads_dim * positions
-    assert 3 * flops.forward_terms(VIT)["attention"] / positions == complete
+    assert 3 * families.forward_terms(VIT)["attention"] / positions == complete

@@ -14,8 +14,8 @@ from mupax import presets
 from mupax.presets.roles import ParamSpec, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
-from mupax.train.core.factors import init_stds, resolve
-from mupax.zoo import flops
+from mupax.train.core.factors import hyperparams, init_stds, resolve
+from mupax.zoo import families
 from mupax.zoo.configs import ConfigError, ViTConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.vit.config import Convolution
@@ -60,7 +60,7 @@ def test_strides_multiply_to_the_patch(patch_size: int, stem: int, strides: tupl
 
 
 def test_products_are_counted_once_per_pixel_that_they_write() -> None:
-    terms = flops.forward_terms(MODEL)
+    terms = families.forward_terms(MODEL)
     assert terms["read-in"] == 2 * 8**2 * (27 * 8)
     assert terms["hidden"] == 2 * 4**2 * (9 * 8 * 16) + 2 * 2**2 * (9 * 16 * 32)
 
@@ -90,7 +90,7 @@ def _moved(model: ViTConfig, preset: presets.Preset, wrong: frozenset[str] = fro
     resolved = resolve(preset, dataclasses.replace(structure, specs=specs), "adam", "coupled")
     params = structure.initialize(np.uint32(0), init_stds(preset, structure))
     tx = optimizer.build(OptimizerConfig(name="adam", peak_lr=1e-2), structure.specs)
-    hyper = optimizer.hyper(OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant"), 2).at(np.int32(0))
+    hyper = hyperparams(OptimizerConfig(name="adam", peak_lr=1e-2, schedule="constant"), 2).at(np.int32(0))
     images = np.random.default_rng(0).standard_normal((8, 16, 16, 3)).astype(np.float32)
 
     def stem(params: dict[str, jax.Array]) -> jax.Array:

@@ -32,9 +32,8 @@ import numpy as np
 import xxhash
 
 from mupax import disk
-from mupax.disk import JsonError, read_json
+from mupax.disk import JsonError, copy, delete_tree, is_remote, read_json, remove_tree
 from mupax.errors import MupaxError
-from mupax.paths import copy, delete_tree, is_remote, remove_tree
 
 FORMAT = "mupax-checkpoint-3"
 _FIELDS = {

@@ -19,12 +19,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from mupax import disk, folders, terminal
+from mupax import disk, terminal
+from mupax.disk import copy, is_remote, remove_tree
 from mupax.errors import MupaxError
-from mupax.folders import MARK, HalfMadeError
-from mupax.paths import copy, is_remote, remove_tree
-from mupax.train.checkpoints import lock
+from mupax.train.checkpoints import lock, workdir
 from mupax.train.checkpoints.layout import locks_files
+from mupax.train.checkpoints.workdir import MARK, HalfMadeError
 
 LOCK = ".mupax-making"
 """File in a folder while a command makes it, deleted last of all (`finish`)."""
@@ -59,7 +59,7 @@ def is_made(out: Path, command: Sequence[str]) -> bool:
         raise OutError(f"--out {out} is no folder; give another one")
     if not is_remote(out) and out.is_symlink() and not out.exists():
         raise OutError(f"--out {out} is a link to nothing; give another folder")
-    mark = folders.read_mark(out)
+    mark = workdir.read_mark(out)
     if mark is not None and mark["complete"] and disk.status(out / LOCK) is not None:
         with _locked(out, out):
             remove_tree(out / PART)
@@ -148,14 +148,14 @@ def _made_here(out: Path, command: Sequence[str]) -> Iterator[Path]:
         try:
             _delete_temporary(staging, out)
             _delete_half(out)
-            folders.write_mark(locked, command, complete=False)
+            workdir.write_mark(locked, command, complete=False)
             staging.mkdir(exist_ok=True)
             yield staging
             _sync(staging)
             if inside:
                 _move_up(staging, out, command)
             else:
-                folders.write_mark(staging, command, complete=True)
+                workdir.write_mark(staging, command, complete=True)
                 _rename(staging, out, command)
         except BaseException:
             _clean_up(staging, out, locked)
@@ -182,14 +182,14 @@ def _made_in_place(out: Path, command: Sequence[str], names: Sequence[str]) -> I
     """Make a folder of a bucket, in which nothing can be renamed: the mark alone says whether it is complete."""
     with _locked(out, out):
         _delete_half(out)
-        folders.write_mark(out, command, names, complete=False)
+        workdir.write_mark(out, command, names, complete=False)
         try:
             yield
         except BaseException:
             with contextlib.suppress(OSError, MupaxError):
                 _delete_half(out)
             raise
-        folders.write_mark(out, command, names, complete=True)
+        workdir.write_mark(out, command, names, complete=True)
 
 
 def _sibling(out: Path) -> Path:
@@ -242,7 +242,7 @@ def _delete_temporary(staging: Path, out: Path) -> None:
 
 def _delete_half(out: Path) -> None:
     """Delete what a killed command has made of a folder. What the mark does not name stays."""
-    mark = folders.read_mark(out)
+    mark = workdir.read_mark(out)
     if mark is None or mark["complete"]:
         return
     _check_own(out, mark["names"])
@@ -267,7 +267,7 @@ def _check_own(out: Path, names: Iterable[str]) -> None:
 def _move_up(staging: Path, out: Path, command: Sequence[str]) -> None:
     """Move what was made into its folder, which is not complete until all of it is there."""
     names = [name for name in disk.names(staging) if name not in (LOCK, MARK)]
-    folders.write_mark(out, command, names, complete=False)
+    workdir.write_mark(out, command, names, complete=False)
     for name in sorted(names, key=_rank):
         if (out / name).exists():
             raise OutError(f"{out / name} has come meanwhile; move it away, or give another folder")
@@ -278,7 +278,7 @@ def _move_up(staging: Path, out: Path, command: Sequence[str]) -> None:
                 raise
             copy(staging / name, out / name)  # a folder, in a bucket that is mounted
     disk.sync_folder(out)
-    folders.write_mark(out, command, names, complete=True)
+    workdir.write_mark(out, command, names, complete=True)
 
 
 def _rename(staging: Path, out: Path, command: Sequence[str]) -> None:

@@ -1,4 +1,10 @@
-"""The folder of a run: whether it may be used, and what it records about how the run was made."""
+"""The folder of a run: whether it may be used, and what it records about how the run was made.
+
+A folder that a command makes has a mark, `MARK`: it says whether the folder is complete, so that half of one is never read.
+
+The mark is written first, as not complete, and written again when everything else is on the disk. A folder without a mark is of an
+older version or of another program, and is read as it is. `mupax/train/checkpoints/making.py` makes such folders.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +14,19 @@ import json
 import os
 import platform
 import secrets
+import shlex
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mupax import __version__, disk, folders, terminal
+from mupax import __version__, disk, spellings, terminal
 from mupax.config_fields import config_fields, declared
-from mupax.paths import is_remote, path_of, remove_tree
+from mupax.disk import is_remote, path_of, remove_tree
+from mupax.errors import MupaxError
 from mupax.train.checkpoints import folder
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.layout import PROBES, lacks, locks_files
@@ -29,6 +37,8 @@ from mupax.train.config.run import Config
 from mupax.train.parallel.hardware import VARIABLES
 from mupax.train.parallel.processes import Processes
 
+MARK = ".mupax-made.json"
+
 RECORD = "config.json"
 _SHARED, _LOCK, _OWNER, _PROBE, _PARTIAL = ".shared", ".lock", ".owner", ".writable", f".{RECORD}.partial"
 _STORAGE = ".storage"
@@ -37,6 +47,59 @@ _FIRST = (_SHARED, _LOCK, _OWNER, _PROBE, _STORAGE, _PARTIAL, *PROBES, "attempts
 _BEFORE_STEPS = (RECORD, "metrics.jsonl", "tensorboard", "assets", CHECKPOINTS)
 """Everything else that a run writes before its first step is done."""
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class HalfMadeError(MupaxError):
+    """A folder that no command has finished. The text names the command to write again."""
+
+
+def write_mark(folder: Path, command: Sequence[str], names: Sequence[str] = (), *, complete: bool) -> None:
+    """Write the mark of a folder, whole or not at all.
+
+    Args:
+        folder: exists, unless it is in a bucket.
+        command: words of the command that makes the folder.
+        names: entries of the folder that the command makes, which may be deleted while it is not complete.
+        complete: whether everything else in the folder is on the disk.
+
+    Raises:
+        DiskError: the disk does not take it.
+    """
+    content = {"complete": complete, "command": shlex.join(command), "names": sorted(names), "version": __version__}
+    disk.write_whole(folder / MARK, json.dumps(content, indent=2) + "\n")
+
+
+def read_mark(folder: Path) -> dict[str, Any] | None:
+    """Return what the mark of a folder says, or None if the folder has none.
+
+    Raises:
+        JsonError: the mark is damaged.
+        DiskError: the disk cannot read it.
+    """
+    if disk.status(folder / MARK) is None:
+        return None
+    content = disk.read_json(folder / MARK)
+    names = content.get("names")
+    has_names = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not has_names or not isinstance(content.get("complete"), bool) or not isinstance(content.get("command"), str):
+        raise disk.JsonError(f"{folder / MARK}: not the mark of a folder; delete it if the folder is as it should be")
+    # One that an earlier version began is finished by the same command, however it is spelled now.
+    return {**content, "command": spellings.current(content["command"])}
+
+
+def check_complete(folder: Path) -> None:
+    """Refuse a folder that a command has not finished, before anything is read from it.
+
+    Raises:
+        HalfMadeError: the mark says so.
+        JsonError, DiskError: the mark is damaged or cannot be read.
+    """
+    mark = read_mark(folder)
+    if mark is not None and not mark["complete"]:
+        raise HalfMadeError(
+            f"{folder} is not complete: it was not finished by `{mark['command']}`; write that command again, or wait "
+            "for it where it still runs"
+        )
 
 
 def claim(config: Config, processes: Processes) -> tuple[Path, bool]:
@@ -74,7 +137,7 @@ def _claim(config: Config) -> tuple[str, bool]:
     path = path_of(config.workdir if config.workdir is not None else f"runs/{config.recipe}").absolute()
     if path.exists() and not path.is_dir():
         raise WorkdirError(f"{_shown(path)} is a file; write --workdir with the name of a folder")
-    folders.check_complete(path)
+    check_complete(path)
     occupied = not all(any(map(Path(name).match, _FIRST)) for name in disk.names(path))
     if occupied and not config.resume and _unstarted(path):
         occupied = False  # `start_anew` empties the folder as soon as it is locked
@@ -300,7 +363,7 @@ def read_record(path: Path) -> dict[str, Any]:
         HalfMadeError: the command that makes the run has not finished it.
         DiskError: the disk cannot read it.
     """
-    folders.check_complete(path)
+    check_complete(path)
     return _read_record(path)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from mupax import terminal
-from mupax.paths import ADDRESS, PathError, path_of
+from mupax.disk import ADDRESS, PathError, path_of
 from mupax.presets.roles import ParamSpec, Role
 from mupax.zoo.configs import ConfigError
 

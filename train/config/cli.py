@@ -21,7 +21,7 @@ from tyro import conf
 from mupax import command_line, terminal
 from mupax.command_line import FlagField, FlagHelp, Switch, UsageError
 from mupax.config_fields import Listed, affects_of
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.checks import at_least
 from mupax.train.config.data import fields_of_kinds, source

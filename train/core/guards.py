@@ -20,7 +20,7 @@ import optax
 from mupax.presets import VECTORS, Preset, PresetError
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
-from mupax.train.core.factors import TOLERANCE, resolve
+from mupax.train.core.factors import TOLERANCE, hyperparams, resolve
 from mupax.train.core.optimizer import dimension_numbers
 from mupax.zoo.definition import Arrays, Definition
 
@@ -98,7 +98,7 @@ def reference(definition: Definition, preset: Preset, optimizer: str) -> Update:
     """
     config = OptimizerConfig(name=optimizer, peak_lr=1.0, schedule="constant")
     tx = chains.build(config, definition.specs)
-    factors, hyper = resolve(preset, definition, optimizer), chains.hyper(config, 1).at(jnp.int32(0))
+    factors, hyper = resolve(preset, definition, optimizer), hyperparams(config, 1).at(jnp.int32(0))
 
     @jax.jit
     def update(grads: Arrays, params: Arrays) -> Arrays:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from mupax.train.config.metrics import NO_METRICS, Metric, TokenStatistics
-from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
+from mupax.train.core.state import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo.families import CrossEntropy
 from mupax.zoo.layers.linear import ReadoutInputs
 from mupax.zoo.partition import ONE_DEVICE, Axes, Layout

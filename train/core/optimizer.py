@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers, MuonState
 
@@ -40,9 +39,6 @@ _STREAM = 0x726F756E
 _GOLDEN = 0x9E3779B9
 """2^32 divided by the golden ratio: its multiples are spread evenly."""
 _LOW_BITS = 0xFFFF
-
-LEAST_STEPS = 1024
-"""Schedules have this length or the next power of two that holds the run, so that a run of more or fewer steps is the same program."""
 
 
 class ScaleByMuonState(NamedTuple):
@@ -277,54 +273,6 @@ class OptimizerHyperparams(NamedTuple):
     def at(self, step: jax.Array) -> OptimizerHyperparams:
         """The numbers of one step; steps past the end of the schedule keep its last value."""
         return self._replace(schedule=jnp.asarray(self.schedule)[jnp.minimum(step, len(self.schedule) - 1)])
-
-
-def hyper(config: OptimizerConfig, steps: int) -> OptimizerHyperparams:
-    """The optimizer's numbers for a whole run, on the host; no weight decay where the optimizer reads none.
-
-    Args:
-        config: has them as numbers, and the schedule as a shape.
-        steps: of the run; the schedule goes on at its last value.
-    """
-    table = schedule_table(config, steps)
-    return OptimizerHyperparams(
-        peak_lr=np.float32(config.peak_lr),
-        schedule=np.pad(table, (0, length(steps) - steps), mode="edge"),
-        weight_decay=np.float32(config.weight_decay if "weight_decay" in OPTIMIZERS[config.name].reads else 0.0),
-        eps=np.float32(config.eps),
-    )
-
-
-def length(steps: int) -> int:
-    """How many numbers the schedule of a run of so many steps has."""
-    return max(LEAST_STEPS, 1 << (steps - 1).bit_length())
-
-
-def schedule_table(config: OptimizerConfig, steps: int) -> np.ndarray:
-    """Learning rate over peak at every step, float32 [steps]: linear warm-up, then the named shape.
-
-    Warm-up rises by 1/warmup_steps of the peak each step, from the first, and reaches it at its last, or from 0 and at the step
-    after its last; a decay reaches `final_lr_fraction` at the step after the run's last.
-
-    Args:
-        config: names the shape; a warm-up longer than the run is cut off at its end.
-        steps: of the run.
-    """
-    warmup = min(config.warmup_steps, steps)
-    rest, final = max(steps - warmup, 1), config.final_lr_fraction
-    match config.schedule:
-        case "constant":
-            shape = optax.constant_schedule(1.0)
-        case "cosine":
-            shape = optax.cosine_decay_schedule(1.0, rest, alpha=final)
-        case "linear":
-            shape = optax.linear_schedule(1.0, final, rest)
-        case "wsd":
-            tail = config.decay_steps if config.decay_steps is not None else max(rest // 5, 1)
-            shape = optax.linear_schedule(1.0, final, tail, transition_begin=max(rest - tail, 0))
-    ramp = (np.arange(warmup) + (not config.warmup_from_zero)) / max(warmup, 1)
-    body = np.asarray(jax.vmap(shape)(jnp.arange(length(steps))))  # optax's operations one by one: programs by length
-    return np.concatenate([ramp, body[: steps - warmup]]).astype(np.float32)
 
 
 def build(config: OptimizerConfig, specs: Mapping[str, ParamSpec]) -> optax.GradientTransformationExtraArgs:

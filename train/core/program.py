@@ -40,13 +40,11 @@ from jax.sharding import Mesh
 from mupax import terminal
 from mupax.presets import Preset
 from mupax.train.config import checks
-from mupax.train.config.devices import parse_rules
 from mupax.train.config.preset import preset_of
-from mupax.train.config.run import Config
+from mupax.train.config.run import Config, FaultsConfig, parse_rules
 from mupax.train.core import optimizer
-from mupax.train.core import state as core_state
-from mupax.train.core.factors import ParamValues, check_run, init_stds, layer_decayed, resolve
-from mupax.train.core.state import Initializer, StepInputs, TrainState, abstract_state
+from mupax.train.core.factors import ParamValues, check_run, hyperparams, init_stds, layer_decayed, resolve
+from mupax.train.core.state import Initializer, Limits, StepInputs, TrainState, abstract_state
 from mupax.train.core.step import compile_eval_step, compile_logits, trace_train_step
 from mupax.train.data import cache
 from mupax.train.parallel import hardware
@@ -437,9 +435,9 @@ def _inputs(config: Config, preset: Preset, model: Definition, trained: Collecti
     scaled = config.scaled_optimizer
     inputs = StepInputs(
         resolve(preset, model, scaled.name, scaled.decay).moving(trained),
-        optimizer.hyper(scaled, config.steps),
+        hyperparams(scaled, config.steps),
         ema_decay=None if config.ema.decay is None else np.float32(config.ema.decay),
-        limits=core_state.limits(config.faults),
+        limits=_limits(config.faults),
         drop=_drop(config),
         z_loss=np.float32(config.z_loss) if config.z_loss else None,
         rounding_seed=np.uint32(config.seed) if _stores_bfloat16(model) else None,
@@ -448,3 +446,9 @@ def _inputs(config: Config, preset: Preset, model: Definition, trained: Collecti
     if scaled.layer_decay != 1:
         inputs = inputs._replace(factors=layer_decayed(inputs.factors, model, scaled.layer_decay))
     return inputs
+
+
+def _limits(config: FaultsConfig) -> Limits:
+    """What counts as a spike in a run, on the host: nothing does where it names no deviations."""
+    deviations = np.inf if config.spike_deviations is None else config.spike_deviations
+    return Limits(np.float32(deviations), np.bool_(config.skip_spikes))

@@ -20,11 +20,10 @@ from jax.sharding import PartitionSpec
 
 from mupax.train.config.metrics import NO_METRICS, Metric, on_devices
 from mupax.train.core import state as core_state
-from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.factors import Factors
 from mupax.train.core.loss import cross_entropy, cross_entropy_from_logits
 from mupax.train.core.optimizer import apply_gradients
-from mupax.train.core.state import Batch, StepInputs, TrainState, averaged, shardings_of
+from mupax.train.core.state import Batch, LossSums, StepInputs, TrainState, averaged, shardings_of
 from mupax.train.parallel.sharding import MeshLayout
 from mupax.zoo.definition import Arrays, Definition
 from mupax.zoo.layers.linear import readout_method

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from mupax import disk
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.config.data import DataConfig
 from mupax.train.data import cache
 from mupax.train.data.interface import Data, DataError

@@ -8,6 +8,8 @@ A run in training stops at the next boundary and saves. Before and after that it
 SIGINT and SIGTERM do so, SIGHUP (a terminal that was closed) and SIGUSR1 (SLURM's `--signal=USR1@120`). A second SIGINT or
 SIGTERM ends the process at once, whatever it waits for.
 
+Where the terminal is closed, a run goes on without its output (`lasting`).
+
 A thread of its own hears the signals, through the wake-up descriptor that Python's handlers write to: the main thread may be
 inside the compiler or a collective operation, where no handler runs, and where one that raised would end in a segmentation fault.
 
@@ -28,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from mupax import terminal
 from mupax.errors import MupaxError
@@ -395,3 +397,46 @@ def place(
         flags = " ".join(f"--distributed.{field} ({_BY_HAND[field]})" for field in missing)
         raise DistributedError(f"to join other processes by hand, {flags} must be given too, or none of them")
     return None
+
+
+@contextlib.contextmanager
+def lasting() -> Iterator[None]:
+    """Standard output and error that are no reason to end, while entered, when their terminal or pipe is closed."""
+    err = _Lasting(sys.stderr)
+    out = _Lasting(sys.stdout, note=lambda text: print(text, file=err))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):  # pyright: ignore[reportArgumentType]
+        yield
+
+
+class _Lasting:
+    """A stream for text that stays when its terminal or pipe goes: what is written after that is lost, and nothing fails.
+
+    Args:
+        stream: to write to.
+        note: told once that it is gone.
+    """
+
+    def __init__(self, stream: TextIO, note: Callable[[str], None] = lambda text: None) -> None:
+        self._stream, self._note, self._gone = stream, note, False
+
+    def write(self, text: str) -> int:
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._lasting(lambda: self._stream.write(text.encode(encoding, "replace").decode(encoding)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._lasting(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _lasting(self, write: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            write()
+        except (OSError, ValueError) as error:  # ValueError: somebody has closed it
+            self._gone = True
+            with contextlib.suppress(OSError, ValueError):  # what it still holds must not fail either, at the end
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            self._note(f"standard output takes nothing any more ({error}); the run goes on without it")

@@ -17,8 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mupax.errors import MupaxError
 from mupax.train.config.data import DataConfig
-from mupax.train.config.devices import DEFAULT, MAY_STAY_WHOLE, MESH_AXES, Rules, parse_slices
-from mupax.train.config.run import MeshConfig
+from mupax.train.config.run import DEFAULT, MAY_STAY_WHOLE, MESH_AXES, MeshConfig, Rules, parse_slices
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import ModelConfig
 from mupax.zoo.partition import Layout

@@ -12,7 +12,7 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.terminal import gib
 from mupax.train.config import cli
 from mupax.train.config.checks import at_least

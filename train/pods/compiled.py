@@ -31,7 +31,7 @@ from mupax.train.parallel.chips import Chip
 from mupax.train.pods import estimates, hlo, topology
 from mupax.train.pods.hlo import Collective, collectives, table
 from mupax.train.pods.refusals import refused
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.families import Remat
 from mupax.zoo.layers.flash import block_of
 
@@ -137,7 +137,7 @@ def unrequired(program: Program, collectives: Iterable[Collective]) -> list[str]
         collectives: of its compiled step; those outside loops over layers are passed over.
     """
     allowed, config, sizes = required(program), program.config, program.definition.sizes
-    stacks = flops.stacks(config.model)
+    stacks = families.stacks(config.model)
     layers = {
         blocks.depth - out for blocks in stacks for out in (0, 1)
     }  # the compiler may take one layer out of the loop
@@ -173,7 +173,7 @@ def required(program: Program) -> dict[tuple[str, ...], float]:
     shared = tuple(axis for axis in ("fsdp", "experts") if mesh[axis] > 1) or ("fsdp",)
     rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
-    stacks = flops.stacks(model)
+    stacks = families.stacks(model)
     positions = rows * itemsize * sum(blocks.depth * blocks.length for blocks in stacks)
     memory = rows * itemsize * sum(blocks.depth * blocks.memory for blocks in stacks)
     branches = rows * itemsize * sum(blocks.depth * len(blocks.stack.branches) * blocks.length for blocks in stacks)

@@ -21,7 +21,7 @@ from mupax.train.core.costs import memory
 from mupax.train.core.program import Program
 from mupax.train.parallel import hardware
 from mupax.train.parallel.chips import Chip
-from mupax.zoo import flops, manual
+from mupax.zoo import families, manual
 from mupax.zoo.definition import Definition
 from mupax.zoo.layers.flash import FUSED, block_of
 from mupax.zoo.transformer import TransformerConfig
@@ -87,8 +87,8 @@ def expected(program: Program) -> dict[str, int]:
 
 
 def model_flops(config: Config) -> float:
-    """FLOPs that the model needs for a step, counted from its sizes (see `mupax.zoo.flops`): what utilization is of."""
-    return flops.train_flops(config.model) * config.data.batch_size * config.model.units
+    """FLOPs that the model needs for a step, counted from its sizes (see `mupax.zoo.families`): what utilization is of."""
+    return families.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
 def expert_weights(definition: Definition) -> int:

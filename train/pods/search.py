@@ -23,7 +23,7 @@ from mupax.train.parallel.sharding import MeshError
 from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import compile_for
 from mupax.train.pods.refusals import RefusedError
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import ComputeConfig
 from mupax.zoo.layers.flash import block_of
 
@@ -170,7 +170,7 @@ def estimate(program: Program, chip: Chip, slices: int) -> float:
     weights = 2 * program.definition.count() / mesh["tensor"]
     rows = config.data.batch_size / program.layout.num_shards("batch")
     sizes = defaultdict(int, program.definition.sizes)
-    stacks = flops.stacks(config.model)
+    stacks = families.stacks(config.model)
     summed = sum(blocks.depth * (len(blocks.stack.branches) * blocks.length + blocks.memory) for blocks in stacks)
     read = sum(blocks.depth * (blocks.length + blocks.memory) for blocks in stacks)
     stream = 2 * rows * summed / mesh["sequence"] * sizes["embed"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mupax import terminal
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.checkpoints.folder import first_of
 from mupax.train.config.run import Config
 from mupax.train.config.sections import Step

@@ -24,7 +24,7 @@ from mupax.train.config.run import Config
 from mupax.train.core.factors import resolve
 from mupax.train.reuse import plain
 from mupax.train.reuse.image_input import ImageInput
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.definition import Definition, definition
 from mupax.zoo.huggingface import config as huggingface
@@ -32,8 +32,7 @@ from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.tensorfile import Tensors
 from mupax.zoo.huggingface.weights import Params
 from mupax.zoo.lora import layer as lora
-from mupax.zoo.lora.config import LoraConfig
-from mupax.zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import LoraConfig, TransformerConfig
 
 MODEL = "model.json"
 """Beside imported weights: the model, the preset whose form they are in, and what folds them."""
@@ -132,7 +131,7 @@ def imported(path: Path, model: ModelConfig, record: Mapping[str, Any]) -> Weigh
     preset = record.get("preset")
     files = Tensors(path)
     # Counted first: a model may be built only if it is no larger than the file.
-    if flops.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
+    if families.params(model) != sum(math.prod(shape) for shape in files.shapes.values()):
         raise WeightsError(f"{path}: the tensors are not the parameters of the model in {MODEL}")
     check_shapes(files.shapes, definition(model), f"{path}: the weights are of another model than {MODEL} says")
     _check_memory(files, path)

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mupax import command_line, disk, folders, terminal
-from mupax.disk import JsonError, read_json
-from mupax.paths import is_remote, path_of
+from mupax.disk import JsonError, is_remote, path_of, read_json
 from mupax.presets.tuned import find as tuned
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.assets import Assets

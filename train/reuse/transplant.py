@@ -24,8 +24,8 @@ from mupax.errors import MupaxError
 from mupax.presets import ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core.factors import Factors
-from mupax.train.core.optimizer import build, hyper
+from mupax.train.core.factors import Factors, hyperparams
+from mupax.train.core.optimizer import build
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.reuse import plain
@@ -278,7 +278,7 @@ def overshoot(config: OptimizerConfig) -> float:
     tx = build(constant, {"gain": ParamSpec(role=Role.NORM_GAIN, axes=("embed",))})
     one = {"gain": jnp.float32(1)}
     factors = Factors(multiplier=one, lr=one, eps=one, weight_decay=one, forward={})
-    numbers = hyper(constant, 1).at(jnp.int32(0))
+    numbers = hyperparams(constant, 1).at(jnp.int32(0))
     params = {"gain": jnp.zeros(2)}
 
     def step(state: Any, new_gradient: jax.Array) -> tuple[Any, jax.Array]:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from mupax import command_line, plugins, process, terminal
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.config import cli
 from mupax.train.config.checks import note_warmup
 from mupax.train.config.recipes import RECIPES

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from mupax import terminal
-from mupax.paths import is_remote, path_of, remove_tree
+from mupax.disk import is_remote, path_of, remove_tree
 from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.config import joint
 from mupax.train.config.run import Config, check_extras
@@ -25,7 +25,7 @@ from mupax.train.core.costs import fit
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.parallel.sharding import described
-from mupax.zoo import flops
+from mupax.zoo import families
 
 GRACES = {"a spot machine of Google Cloud": 30, "SLURM's --signal=TERM@120 or a spot machine of AWS": 120}
 """Seconds from SIGTERM to the end, the shortest first."""
@@ -164,7 +164,7 @@ def _number(number: np.ndarray) -> str:
 def _costs(program: Program) -> str:
     config, model = program.config, program.config.model
     unit, per_step = model.unit, config.data.batch_size * model.units
-    train_flops = flops.train_flops(model)
+    train_flops = families.train_flops(model)
     leaves = jax.tree.leaves(program.abstract)
     state = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
     costs = {

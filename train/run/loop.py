@@ -1,6 +1,6 @@
 """A run, from its config to its last checkpoint: what is called here, in this order, is what happens.
 
-`runtime.py` has what a run stands on, `start.py` what it begins with, `results.py` what it says of itself.
+`runtime.py` has what a run stands on and what it says of itself, `start.py` what it begins with.
 
 An evaluation gives a model's metrics over all evaluation examples: as a run sees them, and of any checkpoint afterwards.
 """
@@ -29,13 +29,12 @@ from mupax.train.core.program import assemble
 from mupax.train.core.state import RejectedStep, TrainState
 from mupax.train.core.step import Batch, StepInputs
 from mupax.train.data import Data, DataError, ReadError, reading
+from mupax.train.data.interface import Prefetch
 from mupax.train.parallel.sharding import BatchSharding
 from mupax.train.run.report import finish
-from mupax.train.run.results import Prefetch, Report
-from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, RunContext, runtime
+from mupax.train.run.runtime import EVALUATION, STEP, HookError, Interrupted, Report, RunContext, StartState, runtime
 from mupax.train.run.start import (
     CompiledRun,
-    StartState,
     check_state,
     compiled,
     load_data,
@@ -48,7 +47,7 @@ from mupax.train.run.start import (
 from mupax.zoo.definition import Arrays
 
 if TYPE_CHECKING:
-    from mupax.train.core.cross_entropy.sums import LossSums
+    from mupax.train.core.state import LossSums
     from mupax.train.run.hooks import Hooks
 
 _FREED_S = 0.005

@@ -20,7 +20,7 @@ from mupax.train.checkpoints.checkpointer import Checkpoints
 from mupax.train.checkpoints.folder import CheckpointFolder
 from mupax.train.config.record import completed, differences, from_json, text_of, to_json
 from mupax.train.config.run import Config
-from mupax.train.core.optimizer import schedule_table
+from mupax.train.core.factors import schedule_table
 from mupax.train.core.state import StepInputs, TrainState
 from mupax.train.data import Data, DataError, reading
 from mupax.train.parallel import environment, replicas

@@ -30,7 +30,7 @@ from mupax.train.parallel.processes import Processes
 from mupax.train.run.report import metrics
 from mupax.train.run.report.metrics import Evaluations, rows_until
 from mupax.train.run.report.progress import announce
-from mupax.train.run.runtime import RunContext
+from mupax.train.run.runtime import RunContext, StartState
 
 if TYPE_CHECKING:
     from mupax.train.run.hooks import Hooks
@@ -39,23 +39,6 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = 2
 """Steps queued on the device before the host waits for the oldest: enough to hide the host's work."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StartState:
-    """State from which training starts, with its step.
-
-    Attributes:
-        state: whose arrays the first step takes over.
-        step: optimizer steps done.
-        keep_metrics: whether metrics up to that step are there already, and kept.
-        evaluated: whether nothing is left to evaluate at that step.
-    """
-
-    state: TrainState
-    step: int
-    keep_metrics: bool
-    evaluated: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

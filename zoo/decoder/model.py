@@ -10,11 +10,10 @@ from flax import nnx
 
 from mupax.zoo.decoder.config import DecoderConfig
 from mupax.zoo.definition import Init
-from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.cache import Cache
 from mupax.zoo.layers.kernels import chosen
 from mupax.zoo.layers.linear import Norm, ReadoutInputs
-from mupax.zoo.layers.stack import over_layers, run_stack, runs_as_scan
+from mupax.zoo.layers.stack import Block, over_layers, run_stack, runs_as_scan
 from mupax.zoo.partition import ONE_DEVICE, Layout, place
 
 if TYPE_CHECKING:

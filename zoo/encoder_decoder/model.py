@@ -15,10 +15,9 @@ from flax import nnx
 
 from mupax.zoo.definition import Init
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.layers.block import MLP, Attention
 from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
 from mupax.zoo.layers.masked import attend
-from mupax.zoo.layers.stack import residual_stack
+from mupax.zoo.layers.stack import MLP, Attention, residual_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 if TYPE_CHECKING:

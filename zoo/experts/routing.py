@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.partition import ONE_DEVICE, Layout
+from mupax.zoo.transformer import RoutingConfig
 
 
 class Routing(NamedTuple):

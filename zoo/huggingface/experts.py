@@ -9,9 +9,9 @@ from typing import Any
 
 from mupax.disk import shown
 from mupax.zoo.configs import ConfigError, DecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.fields import Fields
 from mupax.zoo.huggingface.architectures import Family
+from mupax.zoo.transformer import RoutingConfig
 
 FAMILIES: tuple[Family, ...] = ("mixtral", "qwen3_moe")
 

@@ -22,9 +22,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from mupax.disk import read_json, shown
+from mupax.disk import copy, is_remote, read_json, shown
 from mupax.errors import MupaxError
-from mupax.paths import copy, is_remote
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

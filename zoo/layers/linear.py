@@ -23,6 +23,9 @@ from mupax.zoo.transformer import RopeScaling
 GATES = {"swiglu": jax.nn.silu, "geglu": jax.nn.gelu}
 """Activation of an MLP's gate; gelu in the tanh form."""
 
+SAVED = "attention"
+"""Name by which a remat policy may keep what a flash kernel's gradient needs: its output and the softmax's norm."""
+
 
 def project(
     x: jax.Array,

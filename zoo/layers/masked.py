@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mupax.zoo.families import AttentionName, ConfigError
 from mupax.zoo.layers import kernels
-from mupax.zoo.layers.cpu_attention import merged_attention
+from mupax.zoo.layers.kernels import merged_attention
 from mupax.zoo.partition import ONE_DEVICE, Layout
 
 

@@ -1,1 +1,1 @@
-"""Low-rank adapters of a block's matrices: a model's config of them, and what they compute."""
+"""Low-rank adapters of a block's matrices: what they compute."""

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mupax.zoo.definition import Init
-from mupax.zoo.layers.block import Block
 from mupax.zoo.layers.linear import Norm, ReadoutInputs, biased, project
-from mupax.zoo.layers.stack import run_stack
+from mupax.zoo.layers.stack import Block, run_stack
 from mupax.zoo.partition import ONE_DEVICE, Layout
 from mupax.zoo.vit.config import Convolution, ViTConfig
 

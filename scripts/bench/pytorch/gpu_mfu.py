@@ -4,7 +4,7 @@
 
 The most telling points come first: of every model, both sides at the batch that most likely is best, and a sweep of small models
 vmapped against runs of their own (`scripts.bench.runs.sweep_cost`); then other batches, then other ways to compile. What the
-minutes do not reach is listed. The best point of each side counts. FLOPs are the model's own (`mupax.zoo.flops`: matrix
+minutes do not reach is listed. The best point of each side counts. FLOPs are the model's own (`mupax.zoo.families`: matrix
 products, half of a causal context), whatever is computed again. PyTorch is the twin of `scripts.bench.pytorch.models` under
 `torch.compile` with its flash attention, autocast to bfloat16 and fused AdamW, as its users train. Each point runs in a process of
 its own (`scripts.bench.pytorch.gpu_point`), so that one framework's memory never takes from the other's.

@@ -163,7 +163,7 @@ def point(
         tiny: a small model in its place.
     """
     from mupax.train.parallel.hardware import peak_flops
-    from mupax.zoo import flops
+    from mupax.zoo import families
 
     config = config_of(name, batch_size, variant if side == "mupax" else {}, tiny=tiny)
     step = (jax_point if side == "mupax" else torch_point)(config)
@@ -171,7 +171,7 @@ def point(
     if profile is not None:
         traced(side, step, profile)
     units = batch_size * config.model.units
-    rate, device = units * flops.train_flops(config.model) / seconds, device_of(side)
+    rate, device = units * families.train_flops(config.model) / seconds, device_of(side)
     peak = peak_flops(device)
     return {
         "side": side, "model": name, "batch_size": batch_size, **variant, "step_s": seconds, "unit": config.model.unit,

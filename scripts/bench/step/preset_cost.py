@@ -23,8 +23,8 @@ from jax.experimental.layout import Format, Layout
 
 from mupax.train.config.metrics import on_devices
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
+from mupax.train.core.factors import schedule_table
 from mupax.train.core.loss import cross_entropy
-from mupax.train.core.optimizer import schedule_table
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, free_format, make_train_step

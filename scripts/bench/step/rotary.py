@@ -63,7 +63,7 @@ def losses(config: Config, way: Rotary, steps: int) -> list[float]:
         way: to turn positions.
         steps: so many.
     """
-    with mock.patch("mupax.zoo.layers.block.rotary", way):
+    with mock.patch("mupax.zoo.layers.stack.rotary", way):
         program = assemble(replace(config, mesh=MeshConfig(data=1)), jax.devices()[:1])
         step = program.compile_train()
     state, numbers, batch, curve = program.initial_state(), program.step_inputs(), random_batch(program), []

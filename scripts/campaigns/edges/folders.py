@@ -588,9 +588,9 @@ class Commands:
 
 def _digests(out: str, kind: str) -> dict[str, Any]:
     """Return digests of what a command has made, without times, names of runs and paths."""
-    from mupax.folders import MARK
-    from mupax.paths import path_of
+    from mupax.disk import path_of
     from mupax.train.checkpoints.folder import steps, verified
+    from mupax.train.checkpoints.workdir import MARK
 
     path = path_of(out)
     if kind in ("grow", "convert"):

@@ -31,7 +31,7 @@ STEPS, EVERY = 8, 4
 SHORT_S = 8.0
 """`--faults.collective-seconds` of most trials; a few have the default."""
 _GIVE_UP_S = 240.0
-_STEP = "mupax.train.run.results", "Report.add"
+_STEP = "mupax.train.run.runtime", "Report.add"
 _SAVE = "mupax.train.checkpoints.checkpointer", "Checkpoints.save"
 _EVALUATION = "mupax.train.run.loop", "evaluate"
 _PUT = "mupax.train.parallel.sharding", "BatchSharding.shard_batch"

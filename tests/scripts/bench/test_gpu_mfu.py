@@ -73,12 +73,12 @@ def test_time_ends_the_run_and_says_what_it_left_out(capsys: pytest.CaptureFixtu
     ],
 )
 def test_a_card_has_the_peak_of_its_whole_name(device: str, mfu: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mupax.zoo import flops
+    from mupax.zoo import families
 
     monkeypatch.setattr(gpu_point, "jax_point", lambda config: lambda: None)
     monkeypatch.setattr(gpu_point, "timed", lambda step, repeats, steps: 2.0)
     monkeypatch.setattr(gpu_point, "device_of", lambda side: device)
-    monkeypatch.setattr(flops, "train_flops", lambda model: 2e12 / (3 * model.units))
+    monkeypatch.setattr(families, "train_flops", lambda model: 2e12 / (3 * model.units))
     point = gpu_point.point("mupax", "vit-s16", 3, {}, steps=1, profile=None, tiny=True)
     assert point["flops_per_s"] == pytest.approx(1e12)
     assert point["mfu"] == (mfu and pytest.approx(mfu))

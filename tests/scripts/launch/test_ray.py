@@ -22,14 +22,14 @@ KILL = """
 import os, sys
 from pathlib import Path
 if "mupax.train" in sys.orig_argv and sys.orig_argv[-1] == "1" and not Path({mark!r}).exists():
-    import mupax.train.run.results as results
-    add = results.Report.add
+    import mupax.train.run.runtime as runtime
+    add = runtime.Report.add
     def watched(self, step, metrics):
         add(self, step, metrics)
         if step == 16:
             Path({mark!r}).touch()
             os.kill(os.getpid(), 9)
-    results.Report.add = watched
+    runtime.Report.add = watched
 """
 
 

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from mupax.__main__ import main
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train import data as data_sources
 from mupax.train.checkpoints import assets, layout
 from mupax.train.config.data import DataConfig

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.checkpoints import layout, workdir
 from mupax.train.checkpoints.folder import steps
 from mupax.train.parallel.processes import Processes

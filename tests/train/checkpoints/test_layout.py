@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mupax import buckets
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.checkpoints import command
 from mupax.train.checkpoints import layout as checkpoints_layout
 from mupax.train.checkpoints.checkpointer import Checkpoints

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from mupax import folders
 from mupax.__main__ import main
-from mupax.paths import path_of
-from mupax.train.checkpoints import making
+from mupax.disk import path_of
+from mupax.train.checkpoints import making, workdir
 from mupax.zoo.huggingface import tensorfile
 from tests.fixtures.emulator import bucket, emulator
 from tests.train.reuse.test_source import published
@@ -30,7 +29,7 @@ __all__ = ["bucket", "emulator"]  # fixtures
 pytestmark = pytest.mark.core
 
 COMMAND = ["mupax", "import", "weights", "--out", "out"]
-ENTRIES = {folders.MARK, "model.json", "model.safetensors"}
+ENTRIES = {workdir.MARK, "model.json", "model.safetensors"}
 
 
 def run(words: str) -> tuple[int, str]:
@@ -56,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def half_made(folder: Path, entries: Sequence[str] = ()) -> None:
     """Leave what a killed import leaves in a folder, with entries that are not whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    folders.write_mark(folder, COMMAND, entries, complete=False)
+    workdir.write_mark(folder, COMMAND, entries, complete=False)
     for name in entries:
         (folder / name).write_bytes(b"half of")
 
@@ -74,7 +73,7 @@ def inside() -> None:
 
 def half_mark() -> None:
     Path("out").mkdir()
-    Path("out", f".{folders.MARK}.partial").write_bytes(b"{")
+    Path("out", f".{workdir.MARK}.partial").write_bytes(b"{")
 
 
 @pytest.mark.parametrize("left", [killed_before_rename, inside, half_mark], ids=["beside", "inside", "half of a mark"])
@@ -118,7 +117,7 @@ def test_a_half_is_refused_with_the_command_to_write_again(reader: str, here: Pa
 
 def test_control_a_folder_of_an_older_version_has_no_mark_and_is_read(here: Path) -> None:
     assert run("import weights --out out")[0] == 0
-    (here / "out" / folders.MARK).unlink()
+    (here / "out" / workdir.MARK).unlink()
     assert run("export out --out again")[0] == 0
 
 
@@ -152,7 +151,7 @@ def test_what_the_command_has_not_made_is_never_deleted(here: Path) -> None:
     (here / "out" / "notes.txt").write_text("mine")
     code, printed = run("import weights --out out")
     assert (code, "notes.txt" in printed) == (2, True)
-    assert names(here / "out") == {folders.MARK, ".making", "model.safetensors", "notes.txt"}
+    assert names(here / "out") == {workdir.MARK, ".making", "model.safetensors", "notes.txt"}
     shutil.rmtree(here / "out")
     (here / ".out.making").mkdir()
     (here / ".out.making" / "notes.txt").write_text("mine")
@@ -187,7 +186,7 @@ def test_a_kill_in_the_last_moment_leaves_a_complete_folder(here: Path) -> None:
 
 def test_in_a_bucket_the_mark_alone_tells(bucket: str, here: Path) -> None:
     out = path_of(f"{bucket}/out")
-    folders.write_mark(out, COMMAND, ["model.safetensors"], complete=False)
+    workdir.write_mark(out, COMMAND, ["model.safetensors"], complete=False)
     (out / "model.safetensors").write_bytes(b"half of")
     code, printed = run(f"export {out} --out again")
     assert (code, "`mupax import weights --out out`" in printed) == (2, True)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tensorstore
 
-from mupax import paths
+from mupax import disk
 from mupax.__main__ import main
-from mupax.paths import plainly_named, storage_url
+from mupax.disk import plainly_named, storage_url
 from mupax.train.checkpoints import folder as checkpoints_folder
 from mupax.train.checkpoints import layout, lock
 from mupax.train.checkpoints.checkpointer import Checkpoints
@@ -100,7 +100,7 @@ def test_a_checkpoint_is_saved_under_any_name_and_moves_to_any_other(name: str, 
 
 
 def test_without_open_folders_a_link_is_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_OPEN_FOLDERS", tmp_path / "none")
+    monkeypatch.setattr(disk, "_OPEN_FOLDERS", tmp_path / "none")
     with plainly_named(tmp_path / "[a]" / "b") as name:
         assert "[a]" not in name
         link = Path(name).parent

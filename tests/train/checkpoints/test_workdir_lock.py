@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.checkpoints import lock, workdir
 from mupax.train.checkpoints.workdir import WorkdirError, locked
 from mupax.train.config.recipes import RECIPES

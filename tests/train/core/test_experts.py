@@ -14,7 +14,7 @@ from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConf
 from mupax.train.core.program import Program, assemble
 from mupax.train.core.step import Batch
 from mupax.zoo.configs import ComputeConfig, ConfigError, DecoderConfig, EncoderDecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.transformer import RoutingConfig
 
 DENSE = DecoderConfig(width=8, depth=2, num_heads=2, vocab_size=11, seq_len=12, mlp_ratio=4)
 MODEL = dataclasses.replace(DENSE, experts=4, routing=RoutingConfig(capacity_factor=0.75))

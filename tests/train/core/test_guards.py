@@ -18,7 +18,7 @@ from mupax import presets
 from mupax.presets import VECTORS, PresetError, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
-from mupax.train.core.factors import resolve
+from mupax.train.core.factors import hyperparams, resolve
 from mupax.train.core.guards import check_chain
 from mupax.train.core.optimizer import dimension_numbers
 from mupax.zoo.configs import DecoderConfig
@@ -220,7 +220,7 @@ def test_no_schedule_changes_the_ratio_of_two_rates():
     for name, schedule in rate_schedules().items():
         table = np.array([schedule(step) for step in range(8)], np.float32)
         assert len(set(table)) > 1 or name == "constant_schedule"
-        hyper = optimizer.hyper(config, 8)._replace(schedule=table)
+        hyper = hyperparams(config, 8)._replace(schedule=table)
         for step in (0, 3, 7):
             for key, u in update(hyper, step).items():
                 np.testing.assert_allclose(

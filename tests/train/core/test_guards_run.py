@@ -19,7 +19,7 @@ from mupax.train.config.cli import parse
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import guards, optimizer
-from mupax.train.core.factors import check_run, resolve
+from mupax.train.core.factors import check_run, hyperparams, resolve
 from mupax.train.core.program import Program, assemble
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.decoder.model import Decoder
@@ -145,7 +145,7 @@ def test_sgd_and_momentum_are_two_chains():
         presets.get("sp"), definition(DecoderConfig(width=4, num_heads=1, depth=1, vocab_size=3, seq_len=2))
     )
     number = {"w": np.float32(1)}
-    factors, hyper = model._replace(lr=number, weight_decay=number), optimizer.hyper(OptimizerConfig(peak_lr=1.0), 9)
+    factors, hyper = model._replace(lr=number, weight_decay=number), hyperparams(OptimizerConfig(peak_lr=1.0), 9)
     moved = {}
     for name, tx in (("plain", plain), ("heavy", heavy), ("ball", ball)):
         state = tx.init(ones)
@@ -186,7 +186,7 @@ def test_the_chain_of_a_run_applies_the_rates_once(name: str):
     preset = presets.get("mup", base=base)
     config = OptimizerConfig(name=name, weight_decay=0.1, schedule="constant")  # pyright: ignore[reportArgumentType]
     tx, factors = optimizer.build(config, model.specs), resolve(preset, model, name)
-    hyper = optimizer.hyper(config, 1).at(jnp.int32(0))
+    hyper = hyperparams(config, 1).at(jnp.int32(0))
 
     def bound(powers: int) -> optax.GradientTransformation:
         def update(updates: Any, state: Any, params: Any = None) -> Any:

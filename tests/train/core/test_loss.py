@@ -20,8 +20,8 @@ from mupax import presets
 from mupax.train.config.metrics import METRICS, Metric, MetricError, on_devices
 from mupax.train.config.run import MeshConfig
 from mupax.train.core import loss
-from mupax.train.core.cross_entropy.sums import LossSums
 from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.state import LossSums
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig

@@ -204,7 +204,7 @@ def test_a_signal_ends_a_wait_for_data(whole: list[dict[str, Any]], monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(TokenData, "train_batch", train_batch)
-        patch.setattr("mupax.train.run.results._PATIENCE_S", 0.2)
+        patch.setattr("mupax.train.data.interface._PATIENCE_S", 0.2)
         done = train("--workdir", "waiting")
     hang.set()
     assert done.code == 130, done.err

@@ -18,12 +18,11 @@ from mupax import presets
 from mupax.presets import EMBEDDINGS, VECTORS, Preset, PresetError, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
-from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients, make_train_step
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.definition import definition
-from mupax.zoo.layers.initial import normals
+from mupax.zoo.definition import definition, normals
 
 SCAN = ComputeConfig(layers="scan")  # compiles in half the time
 MODELS: dict[str, ModelConfig] = {
@@ -91,7 +90,7 @@ def first_step(family: str, name: str, preset: Preset) -> Any:
     """Parameters before, gradients, parameters after and loss of one step from a fresh start."""
     model = built(family)
     config = config_of(name)
-    run = StepInputs(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, 3))
+    run = StepInputs(resolve(preset, model, config.name, config.decay), hyperparams(config, 3))
     before = initializer(family)(3, init_stds(preset, model))
     return jax.device_get((before, *stepper(family, PROGRAMS.get(name, name))(before, run, batch_of(family))))
 
@@ -211,7 +210,7 @@ def test_tied_readouts_train_or_are_refused_with_the_reason():
     for name in presets.PRESETS:
         preset = preset_of(name)
         try:
-            run = StepInputs(resolve(preset, model, "adamw"), optimizer.hyper(config, 5))
+            run = StepInputs(resolve(preset, model, "adamw"), hyperparams(config, 5))
         except PresetError as error:
             refused[name] = str(error)
             continue

@@ -19,8 +19,7 @@ from mupax.presets import PresetError
 from mupax.presets.analysis.limits import Limit
 from mupax.presets.analysis.uneven import refuse_uneven
 from mupax.train.config.run import OptimizerConfig
-from mupax.train.core import optimizer
-from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.step import StepInputs, gradients
 from mupax.zoo.configs import DecoderConfig
 from mupax.zoo.definition import definition
@@ -48,7 +47,7 @@ def changes(model: DecoderConfig, base: DecoderConfig, key: str) -> dict[str, fl
     tokens = rng.integers(0, 17, (8, 13)).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((8, 12), np.float32)}
     runs = {
-        name: StepInputs(resolve(preset, built, name), optimizer.hyper(OptimizerConfig(name=name), 1))  # pyright: ignore[reportArgumentType]
+        name: StepInputs(resolve(preset, built, name), hyperparams(OptimizerConfig(name=name), 1))  # pyright: ignore[reportArgumentType]
         for name in ("adam", "sgd")
     }
 

@@ -13,7 +13,7 @@ from mupax.train import data
 from mupax.train.config.data import TransformsConfig
 from mupax.train.config.recipes.laptop import vit_endless
 from mupax.train.config.run import DataConfig
-from mupax.train.data.labelled import Mix, drawn, soft_labels
+from mupax.train.data.images import Mix, drawn, soft_labels
 
 pytestmark = pytest.mark.core
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from mupax.train.data.labelled import GREY, OPERATIONS, randaugmented
+from mupax.train.data.images import GREY, OPERATIONS, randaugmented
 
 pytestmark = pytest.mark.core
 

@@ -16,7 +16,7 @@ from mupax.__main__ import main
 from mupax.train.config.run import Config, DataConfig, MeshConfig, OptimizerConfig, PresetConfig
 from mupax.train.core.program import Program, assemble
 from mupax.zoo.configs import DecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.transformer import RoutingConfig
 
 TOLERANCE = 3e-5
 """As in test_mesh: of a parameter's largest change."""

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mupax.train.config.devices import DEFAULT
-from mupax.train.config.devices import parse_rules as parse
-from mupax.train.config.run import MeshConfig
+from mupax.train.config.run import DEFAULT, MeshConfig
+from mupax.train.config.run import parse_rules as parse
 from mupax.train.parallel.sharding import MeshError, make_mesh
 from mupax.zoo.configs import ConfigError
 

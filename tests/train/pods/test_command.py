@@ -22,7 +22,7 @@ from mupax.train.pods import hlo, topology
 from mupax.train.pods.compiled import Compiled, compile_for
 from mupax.train.pods.hlo import collectives
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.transformer import RoutingConfig
 
 DEPTH = 3
 

@@ -24,7 +24,7 @@ from mupax.train.pods import estimates, topology
 from mupax.train.pods.compiled import Roofline
 from mupax.train.pods.estimates import causal_share, matmul_flops
 from mupax.train.pods.topology import TopologyError
-from mupax.zoo import configs, flops
+from mupax.zoo import configs, families
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, EncoderDecoderConfig
 
 pytestmark = pytest.mark.core
@@ -155,7 +155,7 @@ def traced(config: Config) -> float:
 def expected(config: Config, passes: float) -> float:
     """All products of the forward pass with whole attention, so many times."""
     model = config.model
-    terms = flops.forward_terms(model)
+    terms = families.forward_terms(model)
     terms["attention"] *= 2  # every position to every other: the mask is applied to what is computed
     readout = terms.pop("readout")
     return config.data.batch_size * 14 * (passes * sum(terms.values()) + 3 * readout)
@@ -217,12 +217,12 @@ def test_pod_recipes_shard_their_state_and_compute_in_bfloat16(name: str) -> Non
 
 def test_the_8b_model_has_llamas_parameters() -> None:
     # 8,030,261,248 in the checkpoint of Llama 3 8B.
-    assert flops.params(configs.get("lm-8b")) == 8_030_261_248
+    assert families.params(configs.get("lm-8b")) == 8_030_261_248
 
 
 def test_the_30b_model_has_qwens_parameters() -> None:
     # 30,532,122,624 in the checkpoint of Qwen3-30B-A3B.
-    assert flops.params(configs.get("lm-30b-a3b")) == 30_532_122_624
+    assert families.params(configs.get("lm-30b-a3b")) == 30_532_122_624
 
 
 # The committed tables
@@ -254,7 +254,7 @@ def terms(mesh: MeshConfig, batch_size: int = 16, **compute: str) -> dict[str, i
 
 def test_the_memory_model_counts_what_a_device_holds() -> None:
     whole, split = terms(MeshConfig(data=8)), terms(MeshConfig(data=1, fsdp=8))
-    matrices = flops.params(config_of().model) - (2 * 5 + 1) * 24  # norm gains, which fsdp splits too
+    matrices = families.params(config_of().model) - (2 * 5 + 1) * 24  # norm gains, which fsdp splits too
     arrays, scalars = 3 * 4 * (matrices + 11 * 24), 4 * (2 + len(Health()))  # of the latter also two counts of steps
     assert whole["state"] == arrays + scalars
     assert split["state"] == arrays / 8 + scalars
@@ -337,7 +337,7 @@ def mending(**compute: str) -> Config:
 def test_traced_flops_have_both_stacks() -> None:
     config = mending()
     terms, masked = (
-        flops.forward_terms(config.model),
+        families.forward_terms(config.model),
         2 * 3 * 24 * 6**2,
     )  # the masked half of the decoder's own attention
     assert traced(config) == 3 * 16 * (6 * sum(terms.values()) + masked)

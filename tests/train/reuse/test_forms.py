@@ -17,13 +17,13 @@ from mupax import presets
 from mupax.presets import FORMS, PresetError, Role
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
-from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.train.reuse.forms import convert, theta
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
 from mupax.zoo.definition import definition
-from mupax.zoo.layers import initial
+from mupax.zoo.definition import normals as drawn_together
 
 SIZES: Any = {"width": 16, "num_heads": 4, "depth": 4, "mlp_ratio": 4, "compute": ComputeConfig(layers="scan")}
 LM = DecoderConfig(**SIZES, vocab_size=11, seq_len=5, qk_norm=True)
@@ -92,7 +92,7 @@ def normals(family: str):
     """Initial parameters at std 1, as `initialize` draws them; gains 1, biases 0."""
     model = built(family)
     stds = {name: np.float32(spec.role is not Role.BIAS) for name, spec in model.specs.items()}
-    return jax.device_get(jax.jit(functools.partial(model.initialize, draw=initial.normals))(0, stds))
+    return jax.device_get(jax.jit(functools.partial(model.initialize, draw=drawn_together))(0, stds))
 
 
 def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, StepInputs]:
@@ -101,7 +101,7 @@ def start(family: str, name: str, preset: presets.Preset) -> tuple[TrainState, S
     params = {
         n: w * stds[n].reshape(stds[n].shape + (1,) * (w.ndim - stds[n].ndim)) for n, w in normals(family).items()
     }
-    run = StepInputs(resolve(preset, model, config.name, config.decay), optimizer.hyper(config, STEPS))
+    run = StepInputs(resolve(preset, model, config.name, config.decay), hyperparams(config, STEPS))
     return TrainState(jnp.zeros([], jnp.int32), params, trainer(family, name)[1].init(params)), run
 
 

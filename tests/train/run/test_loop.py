@@ -30,7 +30,7 @@ from mupax.train.core import step as core_step
 from mupax.train.core.program import Program
 from mupax.train.core.state import TrainState
 from mupax.train.run.report import metrics
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import ModelConfig
 from tests.fixtures.programs import own_programs, shared_programs
 
@@ -157,7 +157,7 @@ def test_a_run_says_how_fast_it_went(plain: Done) -> None:
         seconds = sorted(each["seconds"] for each in rows("plain") if before < each["step"] <= row["step"])
         assert row["perf_step_seconds_p50"] == pytest.approx(seconds[(len(seconds) - 1) // 2], rel=1e-3)
         assert row["perf_step_seconds_p99"] == pytest.approx(seconds[-1], rel=1e-3)
-        flops_per_second = len(seconds) * 256 * flops.train_flops(tiny_model("plain")) / sum(seconds)
+        flops_per_second = len(seconds) * 256 * families.train_flops(tiny_model("plain")) / sum(seconds)
         assert row["perf_flops_per_second"] == pytest.approx(flops_per_second, rel=1e-2)
         assert 0 <= row["perf_data_wait"] < 1
         # No peak is known of this machine, and it does not count memory.

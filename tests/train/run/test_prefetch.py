@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from mupax.train.run import results
-from mupax.train.run.results import Prefetch
+from mupax.train.data import interface
+from mupax.train.data.interface import Prefetch
 
 pytestmark = pytest.mark.core
 
@@ -90,7 +90,7 @@ def test_closing_early_ends_the_thread_and_the_source() -> None:
 
 
 def test_a_source_that_hangs_does_not_hang_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(interface, "_PATIENCE_S", 0.05)
     release = threading.Event()
 
     def hung() -> Generator[int, None, None]:

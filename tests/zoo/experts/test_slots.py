@@ -12,10 +12,10 @@ import pytest
 
 from mupax.zoo.configs import ComputeConfig, DecoderConfig
 from mupax.zoo.definition import definition
-from mupax.zoo.experts import parallel
-from mupax.zoo.experts.config import RoutingConfig
-from mupax.zoo.experts.parallel import Slots
+from mupax.zoo.experts import layer
+from mupax.zoo.experts.layer import Slots
 from mupax.zoo.experts.routing import Choice
+from mupax.zoo.transformer import RoutingConfig
 
 MODEL = DecoderConfig(
     width=8, depth=1, num_heads=2, vocab_size=11, seq_len=12, norm="rmsnorm", activation="swiglu", bias=True,
@@ -53,7 +53,7 @@ def by_masks(
     x_BTD: jax.Array,
     choice: Choice,
     capacity: int,
-    weights: parallel.Weights,
+    weights: layer.Weights,
     **_: Any,
 ) -> jax.Array:
     """Every token through every expert, times its gate where it has room."""
@@ -83,7 +83,7 @@ def test_slots_are_masks_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"logits": logits, **gradients}
 
     theirs = pulled()
-    monkeypatch.setattr(parallel, "by_slots", by_masks)
+    monkeypatch.setattr(layer, "by_slots", by_masks)
     for name, ours in pulled().items():
         size = np.abs(theirs[name]).max()
         assert size > 0, name

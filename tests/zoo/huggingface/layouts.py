@@ -13,10 +13,10 @@ import pytest
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
 from mupax.zoo.encoder_decoder.config import EncoderDecoderConfig
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.huggingface import weights
 from mupax.zoo.huggingface.config import from_huggingface
 from mupax.zoo.huggingface.tensorfile import Tensors, write_tensors
+from mupax.zoo.transformer import RoutingConfig
 
 GPT2 = DecoderConfig(width=6, depth=2, num_heads=3, mlp_ratio=11 / 6, vocab_size=13, seq_len=5, tied=True)
 LLAMA = DecoderConfig(

@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 from mupax.zoo.configs import ConfigError, DecoderConfig, ModelConfig, ViTConfig
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.huggingface.architectures import Published
 from mupax.zoo.huggingface.config import from_huggingface, to_huggingface
+from mupax.zoo.transformer import RoutingConfig
 from tests.zoo.huggingface.layouts import (
     GEMMA,
     GEMMA3,

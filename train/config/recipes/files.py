@@ -9,9 +9,8 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from mupax.buckets import path_of
 from mupax.config_fields import names_with
-from mupax.disk import DEEPEST, nested_deeper
+from mupax.disk import DEEPEST, nested_deeper, path_of
 from mupax.train.config import data_sizes
 from mupax.train.config.recipes import RECIPES
 from mupax.train.config.record import from_json, model_to_json, to_json, with_current_pixels

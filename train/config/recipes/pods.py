@@ -5,8 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 from mupax.train.config.data import PixelsConfig, TransformsConfig
-from mupax.train.config.devices import MeshConfig
-from mupax.train.config.run import CheckpointConfig, Config, DataConfig, LogConfig, OptimizerConfig, PresetConfig
+from mupax.train.config.run import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    PresetConfig,
+)
 from mupax.zoo import configs
 from mupax.zoo.configs import ComputeConfig, ModelConfig
 from mupax.zoo.families import Remat

@@ -23,8 +23,7 @@ from mupax import memory as host_memory
 from mupax.memory import MemoryLimitError
 from mupax.terminal import gib
 from mupax.train.config.data import DataConfig
-from mupax.train.config.devices import MESH_AXES, MeshConfig
-from mupax.train.config.run import Config
+from mupax.train.config.run import MESH_AXES, Config, MeshConfig
 from mupax.train.core.costs import memory
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel.sharding import MeshError

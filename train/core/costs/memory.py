@@ -15,7 +15,7 @@ from mupax.presets import Role
 from mupax.presets.roles import OWN
 from mupax.train.config.run import Config
 from mupax.train.core import loss as core_loss
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.definition import Definition
 from mupax.zoo.families import AttentionName, Remat
 from mupax.zoo.layers.kernels import chosen, tiled
@@ -141,7 +141,7 @@ def activations(config: Config, definition: Definition, layout: Layout) -> tuple
     Args:
         config, definition, layout: as `loss`.
     """
-    compute, stacks = config.model.compute, flops.stacks(config.model)
+    compute, stacks = config.model.compute, families.stacks(config.model)
     saved, layers = zip(*(_numbers(config, definition, layout, blocks) for blocks in stacks), strict=True)
     itemsize = jnp.dtype(compute.dtype).itemsize
     return int(sum(each[compute.remat] for each in saved) * itemsize), int(max(layers) * itemsize)
@@ -164,7 +164,7 @@ def attention_of(config: Config, definition: Definition, layout: Layout) -> Atte
 
 
 def _numbers(
-    config: Config, definition: Definition, layout: Layout, blocks: flops.Blocks
+    config: Config, definition: Definition, layout: Layout, blocks: families.Blocks
 ) -> tuple[dict[str, float], float]:
     """What a stack saves by remat policy, and what the backward pass has of one of its layers."""
     sizes, branches = definition.sizes, len(blocks.stack.branches)

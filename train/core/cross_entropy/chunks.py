@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from mupax.train.config.metrics import TokenStatistics
-from mupax.train.core.cross_entropy.sums import LossSums, count_ranks, no_sums, reads_ranks, sums_of
+from mupax.train.core.state import LossSums, count_ranks, no_sums, reads_ranks, sums_of
 from mupax.zoo.collectives import all_gather, reduce_scatter
 from mupax.zoo.layers.linear import ReadoutInputs
 

@@ -19,6 +19,7 @@ from mupax.presets import Preset
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors as of_preset
 from mupax.train.core import optimizer as chains
+from mupax.train.core.factors import hyperparams
 from mupax.zoo.definition import multiplied
 from mupax.zoo.functional.definition import FunctionDefinition
 
@@ -84,7 +85,7 @@ class Parameterization:
         """
         chain = chains.build(self.config, self.definition.specs)
         with jax.ensure_compile_time_eval():  # the schedule is a table on the host, also inside of a jitted function
-            hyper = chains.hyper(self.config, steps)
+            hyper = hyperparams(self.config, steps)
         hyper = hyper if peak_lr is None else hyper._replace(peak_lr=peak_lr)
         arrays = self.definition.arrays
 

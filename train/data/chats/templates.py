@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mupax.disk import JsonError, read_json
-from mupax.paths import path_of
+from mupax.disk import JsonError, path_of, read_json
 from mupax.train.data.interface import DataError
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"

@@ -17,7 +17,7 @@ import tensorflow_datasets as tfds
 from absl import logging
 
 from mupax import disk
-from mupax.paths import lasting_name
+from mupax.disk import lasting_name
 from mupax.train.data import cache, images
 from mupax.train.data.interface import DataError
 

@@ -19,7 +19,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from mupax import disk
-from mupax.paths import is_remote
+from mupax.disk import is_remote
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mupax.paths import is_remote
+from mupax.disk import is_remote
 from mupax.train.config.data import LimitsConfig
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import bounds

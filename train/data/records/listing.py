@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from mupax.paths import is_remote
+from mupax.disk import is_remote
 
 _NO_DATA = {"__MACOSX", "__pycache__"}
 """Folders that other programs leave beside data: archives of macOS, bytecode of Python."""

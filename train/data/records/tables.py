@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from mupax.paths import is_remote
+from mupax.disk import is_remote
 from mupax.train.config.data import LimitsConfig
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import bounds, lines

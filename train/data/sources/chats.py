@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING
 
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.data import cache
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.answers import ChatTokens

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageColor
 
-from mupax.paths import is_remote, path_of
+from mupax.disk import is_remote, path_of
 from mupax.train.config.data import DEFAULT_LIMITS, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import DataError

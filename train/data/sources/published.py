@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grain
 import numpy as np
 
-from mupax.paths import is_remote, path_of
+from mupax.disk import is_remote, path_of
 from mupax.train.config.data import DEFAULT_LIMITS, SOURCES, ImageSizes, LimitsConfig
 from mupax.train.data import cache, crops, images
 from mupax.train.data.interface import Data, DataError

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mupax.train.data import cache, images, interface
+from mupax.train.data.images import WHOLE, LabelledData, normalized
 from mupax.train.data.interface import ALL_ROWS, Batch, Reference
-from mupax.train.data.labelled import WHOLE, LabelledData, normalized
 from mupax.zoo.configs import ModelConfig
 
 if TYPE_CHECKING:

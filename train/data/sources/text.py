@@ -10,7 +10,7 @@ import grain
 import numpy as np
 
 from mupax import disk
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.data import cache
 from mupax.train.data.interface import DataError
 from mupax.train.data.records import contents, corpus, duplicates, splits, user_files

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train.config.data import source
 from mupax.train.data import cache, mix
 from mupax.train.data.chats import templates

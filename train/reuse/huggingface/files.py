@@ -16,7 +16,7 @@ from mupax.train.reuse.huggingface import evidence, preprocessor
 from mupax.train.reuse.image_input import printable
 from mupax.train.reuse.source import CONFIG, FORMAT, MODEL, WeightsSource
 from mupax.train.reuse.transplant import place
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.definition import definition
 from mupax.zoo.families import ImageModel
 from mupax.zoo.huggingface import config as huggingface
@@ -66,7 +66,7 @@ def card(
     lines = [
         f"---\n{header}\n---",
         f"# {_inline(name)}",
-        f"{model.family}, {shape}; {flops.params(model):,} parameters.",
+        f"{model.family}, {shape}; {families.params(model):,} parameters.",
     ]
     if source.preset:
         lines += [

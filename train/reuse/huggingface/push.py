@@ -13,8 +13,8 @@ from tyro import conf
 
 from mupax import command_line, terminal
 from mupax.command_line import Switch
+from mupax.disk import links_outside
 from mupax.errors import MupaxError, MupaxFailure
-from mupax.paths import links_outside
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mupax.disk import read_json
-from mupax.paths import copy, links_outside
+from mupax.disk import copy, links_outside, read_json
 from mupax.train.data.chats import templates
 from mupax.train.data.chats.templates import Template
 from mupax.train.data.interface import DataError

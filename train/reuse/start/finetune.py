@@ -29,8 +29,7 @@ from mupax.train.reuse.source import WeightsError
 from mupax.train.reuse.trained import TrainedModel
 from mupax.zoo.configs import ModelConfig
 from mupax.zoo.families import ImageModel
-from mupax.zoo.lora.config import LoraConfig
-from mupax.zoo.transformer import TransformerConfig
+from mupax.zoo.transformer import LoraConfig, TransformerConfig
 
 FAMILIES = {"vit": "vit", "lm": "decoder", "ed": "encoder-decoder"}
 """How names of recipes begin, to the family that they are of."""

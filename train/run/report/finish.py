@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from mupax import terminal
-from mupax.paths import is_remote
+from mupax.disk import is_remote
 from mupax.train.config.metrics import METRICS, Metric, row_name, shown_everywhere
 from mupax.train.config.run import Config
 from mupax.train.core.program import Program

@@ -17,7 +17,7 @@ metrics.jsonl has a JSON object per step and per evaluation, as they come, and e
 * tokens or images: targets of the step that count. seconds: from the end of the step before to the end of this one.
 * perf_step_seconds_p50, _p90, _p99: percentiles of `seconds`: so many percent of the steps took no longer.
 * perf_data_wait: share of the time in which the devices had nothing to do because the next batch was not there.
-* perf_flops_per_second: model FLOPs (`mupax.zoo.flops`: no norms, nothing that remat computes again) of all devices together.
+* perf_flops_per_second: model FLOPs (`mupax.zoo.families`: no norms, nothing that remat computes again) of all devices together.
 * perf_mfu: that over the peak of the devices (`mupax.train.parallel.hardware`); only where the peak is known. Causal attention
   counts half, where PaLM's MFU counts it in full.
 * perf_memory_peak_bytes: the most that a device of the first process had in use since the start; where devices count it.
@@ -49,9 +49,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mupax import disk, terminal
-from mupax.disk import DiskError
+from mupax.disk import DiskError, path_of
 from mupax.errors import MupaxError
-from mupax.paths import path_of
 from mupax.train.config.metrics import METRICS, row_name
 from mupax.train.config.run import Config
 from mupax.train.config.sections import METRIC, LogConfig, cost, metrics_of

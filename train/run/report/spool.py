@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from mupax import disk, paths
+from mupax import disk
 from mupax.errors import MupaxFailure
 
 _AGAIN = ("metrics.jsonl", "wandb_id", "trackio_name")
@@ -40,7 +40,7 @@ class UploadBuffer:
         self._sending, self._sent_all = threading.Lock(), False
         for name in _AGAIN:
             if disk.status(target / name) is not None:
-                disk.Patience()(partial(paths.copy, target / name, self.folder / name), target / name)
+                disk.Patience()(partial(disk.copy, target / name, self.folder / name), target / name)
 
     def send(self) -> None:
         """Upload every file that has changed since it was sent.
@@ -54,7 +54,7 @@ class UploadBuffer:
                 if self._sent.get(file) == state:
                     continue
                 with contextlib.nullcontext() if file.name in _AGAIN else contextlib.suppress(OSError):
-                    paths.copy(file, self.target / file.relative_to(self.folder).as_posix())
+                    disk.copy(file, self.target / file.relative_to(self.folder).as_posix())
                     self._sent[file] = state
 
     def send_later(self) -> threading.Thread:
@@ -81,7 +81,7 @@ class UploadBuffer:
             self.send_later().join(_PATIENCE_S)
             if not self._sent_all:
                 folder = tempfile.mkdtemp(prefix="mupax-unsent-")
-                paths.copy(self.folder, Path(folder))
+                disk.copy(self.folder, Path(folder))
                 raise MupaxFailure(f"cannot upload all rows to {self.target}; they are in {folder}") from error
         finally:
             self._temporary.cleanup()

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any
 
 from mupax import terminal
-from mupax.paths import is_remote, path_of
+from mupax.disk import is_remote, path_of
 from mupax.train.config.run import Config
 from mupax.train.run.restart.memory import VARIABLE, Memory, Reached
 

@@ -33,8 +33,7 @@ from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer as chains
 from mupax.train.core.factors import Factors, init_stds, resolve
 from mupax.train.studies.check.feature_speed import Batch, Flow, Speeds, chain, of_model, refuse_tied, split
-from mupax.zoo.definition import Arrays, Definition
-from mupax.zoo.layers.initial import normals
+from mupax.zoo.definition import Arrays, Definition, normals
 
 _CLOSE = 0.01
 """The output scale is right when the last feature's speed is this near 1."""

@@ -16,6 +16,7 @@ from mupax.train.config import sizes
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer
 from mupax.train.core.costs import fit
+from mupax.train.core.factors import hyperparams
 from mupax.train.core.step import StepInputs
 from mupax.train.studies.check import groups, observables, theory
 from mupax.train.studies.check.judge import ENDS, LAYERS, Finding, judge, passes
@@ -275,7 +276,7 @@ class Series:
         Raises:
             PresetError: the sizes show different observables, so no slope can be fitted.
         """
-        hyper = optimizer.hyper(self.config, self.steps + 1)
+        hyper = hyperparams(self.config, self.steps + 1)
         recorded: list[dict[str, np.ndarray]] = []
         for size, (program, (size_factors, stds)) in enumerate(zip(self._programs, self.numbers(preset), strict=True)):
             numbers = StepInputs(size_factors, hyper), stds, dict(batch)

@@ -21,10 +21,9 @@ from mupax.presets.analysis import joint_limits
 from mupax.presets.joint import NUMBERS
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config import joint, sizes
-from mupax.train.config.devices import MeshConfig
-from mupax.train.config.run import Config
-from mupax.train.core.factors import Factors
-from mupax.train.core.optimizer import OptimizerHyperparams, schedule_table
+from mupax.train.config.run import Config, MeshConfig
+from mupax.train.core.factors import Factors, schedule_table
+from mupax.train.core.optimizer import OptimizerHyperparams
 from mupax.train.core.program import assemble
 from mupax.train.studies.check.judge import Finding, judge
 from mupax.train.studies.check.theory import Expected

@@ -36,8 +36,7 @@ from mupax.train.core.optimizer import rows
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, gradients
 from mupax.train.studies.check import groups
-from mupax.zoo.definition import Arrays, Definition, multiplied
-from mupax.zoo.layers.initial import normals
+from mupax.zoo.definition import Arrays, Definition, multiplied, normals
 from mupax.zoo.layers.stack import over_layers
 
 Batch = Mapping[str, Any]

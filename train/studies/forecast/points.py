@@ -23,7 +23,7 @@ from mupax.train.studies.sweep.grids import at_rate, without_flags
 from mupax.train.studies.sweep.grids import point as grid_point
 from mupax.train.studies.sweep.rows import FILE_NAME, Row, Rows
 from mupax.train.studies.transfer.fit import Curve
-from mupax.zoo import flops
+from mupax.zoo import families
 
 METRICS = {"evaluation": "loss on the evaluation examples", "training": "mean training loss of the last tenth of steps"}
 SCALES = (
@@ -64,7 +64,7 @@ class Setting:
     @property
     def parameters(self) -> int:
         """Trainable numbers of the model."""
-        return flops.params(self.config.model)
+        return families.params(self.config.model)
 
     @property
     def tokens(self) -> int:

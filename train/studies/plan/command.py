@@ -29,7 +29,7 @@ from mupax.train.studies.plan import ranges
 from mupax.train.studies.report import Report, Section, Step, write_json
 from mupax.train.studies.sweep.grids import without_flags
 from mupax.train.studies.transfer.planned import label_of
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, ConfigError
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def _here(config: Config, args: Plan, studies: Sequence[Points]) -> Cost:
         return Cost(
             tuple(rows), ("time is not known: write --tokens-per-second, or a study of this machine behind --from",)
         )
-    products = [flops.train_flops(setting.config.model) * setting.tokens for setting in settings]
+    products = [families.train_flops(setting.config.model) * setting.tokens for setting in settings]
     speeds = [product / setting.seconds for product, setting in zip(products, settings, strict=True)]
     speed = speeds[products.index(max(products))]
     step = _step_flops(config) / speed
@@ -357,7 +357,7 @@ def _speed(config: Config, args: Plan, peak: float) -> tuple[float, str]:
 
 
 def _step_flops(config: Config) -> float:
-    return flops.train_flops(config.model) * config.data.batch_size * config.model.units
+    return families.train_flops(config.model) * config.data.batch_size * config.model.units
 
 
 def _time(config: Config, args: Plan, step: float, source: str, count: int, band: ranges.Range = None) -> list[PlanRow]:

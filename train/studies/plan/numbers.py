@@ -25,7 +25,7 @@ from mupax.train.studies.plan import ranges
 from mupax.train.studies.sweep.grids import at_rate
 from mupax.train.studies.transfer.fit import fit as fit_curve
 from mupax.train.studies.transfer.planned import label_of
-from mupax.zoo import flops
+from mupax.zoo import families
 
 OPTIMIZER = ("name", "schedule", "clip_norm")
 """Fields of the optimizer at other values of which a rate is another."""
@@ -258,7 +258,7 @@ def rows(config: Config, learnt: StudyEstimates, source: str) -> list[PlanRow]:
     model, base, opt = config.model, config.optimizer, config.scaled_optimizer
     recipe, unit = source, model.unit
     rule = recipe if config.preset.joint == "none" else f"{recipe}, joint rule {config.preset.joint}"
-    parameters, tokens = flops.params(model), config.steps * config.data.batch_size * model.units
+    parameters, tokens = families.params(model), config.steps * config.data.batch_size * model.units
     shape = ", ".join(f"{axis} {size}" for axis, size in model.base_sizes().items())
     lines: list[PlanRow] = [
         ("shape", shape, "", recipe),

@@ -14,7 +14,7 @@ NOT_PREDICTED = "not predicted"
 PUBLISHED_MFU = 0.213
 """Lowest model FLOPs utilization of the published large runs, GPT-3's; PaLM (2204.02311), table 3, has 21.3 to 46.2 %.
 
-PaLM counts causal attention in full and `mupax.zoo.flops` half: by ours the same run would have a little less.
+PaLM counts causal attention in full and `mupax.zoo.families` half: by ours the same run would have a little less.
 """
 MFU_SOURCE = f"to {PUBLISHED_MFU:.1%} MFU, the lowest of PaLM's table 3 (2204.02311)"
 

@@ -41,14 +41,13 @@ from mupax.train.config.run import Config, FaultsConfig, PresetConfig, check_ext
 from mupax.train.core.costs import fit
 from mupax.train.core.program import Program, assemble
 from mupax.train.parallel import environment
-from mupax.train.parallel.processes import Processes, StopRequest
+from mupax.train.parallel.processes import Processes, StopRequest, lasting
 from mupax.train.studies.sweep import trainer as sweep_pack
 from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.trainer import Batches, Trainer
 from mupax.train.studies.sweep.work import Point, Stopped, SweepCallback, Work, one_at_a_time
 from mupax.zoo.configs import ConfigError
-from mupax.zoo.experts.config import RoutingConfig
-from mupax.zoo.lora.config import LoraConfig
+from mupax.zoo.transformer import LoraConfig, RoutingConfig
 
 Mode = Literal["auto", "together", "in-turn"]
 STEPS = 3
@@ -433,7 +432,7 @@ def engine(folder: Path, how: Mode, *, evaluated: bool) -> Iterator[Sweep]:
     Raises:
         SystemExit: a signal came; its code is that of the signal.
     """
-    with terminal.lasting(), StopRequest() as stop:
+    with lasting(), StopRequest() as stop:
         try:
             yield Sweep(
                 folder,

@@ -22,7 +22,7 @@ from mupax.train.run.report.progress import duration
 from mupax.train.studies.sweep.grids import power
 from mupax.train.studies.sweep.rows import Row
 from mupax.train.studies.sweep.work import SweepCallback
-from mupax.zoo import flops
+from mupax.zoo import families
 
 METRICS = ("training loss", "evaluation loss")
 """What a point's loss is called, without and with an evaluation after its last step."""
@@ -138,4 +138,4 @@ class LiveTable(SweepCallback):
 
 def _cost(config: Config) -> float:
     """FLOPs of a point, by which the time left is estimated."""
-    return flops.train_flops(config.model) * config.data.batch_size * config.model.units * config.steps
+    return families.train_flops(config.model) * config.data.batch_size * config.model.units * config.steps

@@ -30,7 +30,7 @@ from mupax.train.studies.transfer import tuned
 from mupax.train.studies.transfer.drift import analyse
 from mupax.train.studies.transfer.fit import OCTAVE, SIDES, STEP, Curve, fit
 from mupax.train.studies.transfer.study import MOST_RATES, Measured, Point
-from mupax.zoo import flops
+from mupax.zoo import families
 
 ONE_SEED = 0.12
 """Standard deviation of a vertex, in octaves, up to which one seed at three rates is enough."""
@@ -76,7 +76,7 @@ def report(
 
 def _study(one: Frugal) -> dict[str, Any]:
     study, (_, optima) = one.study, one.state()
-    each = [flops.train_flops(c.model) * c.steps * c.data.batch_size for c in study.configs]
+    each = [families.train_flops(c.model) * c.steps * c.data.batch_size for c in study.configs]
     counts = [sum(at == i for i, _, _ in one.rows) for at in range(len(each))]
     sizes = [
         {

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mupax.zoo.layers.cpu_attention import SAVED
+from mupax.zoo.layers.linear import SAVED
 from mupax.zoo.partition import Layout
 
 Residuals = tuple[jax.Array, ...]

@@ -20,7 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from mupax.zoo.layers.cpu_attention import SAVED
+from mupax.zoo.layers.linear import SAVED
 from mupax.zoo.layers.ring.ring import Part, Residuals
 
 Kernel = splash.SplashAttentionKernel

@@ -64,6 +64,13 @@ def test_commands_that_take_a_recipe_take_a_file(tmp_path: Path, capsys: pytest.
     assert "12 steps" in capsys.readouterr().out
 
 
+def test_a_file_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell does not write out the ~ of `--config=~/mine.yaml`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("recipe: lm-tiny\nsteps: 12\n")
+    assert parsed("~/mine.yaml")["steps"] == 12
+
+
 DRY = {
     "sweep": "--lr 2^-8:2^-6:3 --dry-run",
     "tune": "--over lr --dry-run",

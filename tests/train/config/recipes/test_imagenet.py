@@ -17,7 +17,7 @@ from flax import nnx
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.preset import preset_of
 from mupax.train.config.recipes.pods import vit_b16_imagenet, vit_s16_imagenet
-from mupax.train.core.optimizer import schedule_table
+from mupax.train.core.factors import schedule_table
 from mupax.zoo.configs import ComputeConfig, ViTConfig
 
 pytestmark = pytest.mark.core

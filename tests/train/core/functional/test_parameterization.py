@@ -14,6 +14,7 @@ from flax import nnx
 from mupax import presets, train, zoo
 from mupax.presets import ParamSpec, PresetError, Role
 from mupax.train.core import factors, optimizer
+from mupax.train.core.factors import hyperparams
 
 D, F, L, V, H, N = 6, 14, 2, 11, 2, 5
 HEAD = ("heads", "head_dim")
@@ -111,7 +112,7 @@ def test_the_transformation_is_the_loops_own_chain(name: str):
     mup, chain = train.parameterize(of, preset, config), optimizer.build(config, of.specs)
     tx, rng = mup.optimizer(4), np.random.default_rng(0)
     params, grads = (jax.tree.map(lambda w: rng.normal(size=w.shape).astype("f"), shapes()) for _ in range(2))
-    numbers = {"factors": factors.resolve(preset, of, name), "hyper": optimizer.hyper(config, 4).at(jnp.int32(0))}
+    numbers = {"factors": factors.resolve(preset, of, name), "hyper": hyperparams(config, 4).at(jnp.int32(0))}
 
     @jax.jit
     def updates(params, grads):

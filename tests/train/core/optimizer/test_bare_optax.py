@@ -17,12 +17,11 @@ from mupax import presets
 from mupax.presets import VECTORS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
-from mupax.train.core.factors import init_stds, resolve
+from mupax.train.core.factors import hyperparams, init_stds, resolve
 from mupax.train.core.state import TrainState
 from mupax.train.core.step import StepInputs, make_train_step
 from mupax.zoo.configs import DecoderConfig, ViTConfig
-from mupax.zoo.definition import Factor, definition
-from mupax.zoo.layers.initial import normals
+from mupax.zoo.definition import Factor, definition, normals
 from tests.fixtures.xla import FUSIONS_OF_USERS
 
 STEPS = 10
@@ -104,7 +103,7 @@ def trainer(config: DecoderConfig | ViTConfig, name: str) -> Any:
 @functools.cache
 def trained(config: DecoderConfig | ViTConfig, name: str, preset_name: str, based: bool) -> Any:
     preset = presets.get(preset_name, base=config.base_sizes() if based else None)
-    run = StepInputs(resolve(preset, definition(config), name), optimizer.hyper(CHAINS[name], STEPS))
+    run = StepInputs(resolve(preset, definition(config), name), hyperparams(CHAINS[name], STEPS))
     state, metrics = trainer(config, name)(initial(config), run, batch_of(config))
     return initial(config), state.params, metrics["loss"]
 

@@ -23,7 +23,7 @@ from mupax.presets import ParamSpec, Role
 from mupax.presets.roles import ADAPTERS, ROUTED
 from mupax.train.config.run import MeshConfig, OptimizerConfig
 from mupax.train.core import optimizer, state
-from mupax.train.core.factors import Factors, resolve
+from mupax.train.core.factors import Factors, hyperparams, resolve
 from mupax.train.core.step import StepInputs, trace_train_step
 from mupax.train.parallel.sharding import MeshLayout, make_mesh
 from mupax.zoo.configs import ComputeConfig, DecoderConfig, ViTConfig
@@ -214,7 +214,7 @@ def compiled(name: str, config: OptimizerConfig) -> tuple[Any, Any]:
     tx = optimizer.build(config, model.specs)
     layout = MeshLayout(make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     abstract = state.abstract_state(model, tx, layout)
-    run = StepInputs(resolve(presets.get("sp"), model, config.name, config.decay), optimizer.hyper(config, 20))
+    run = StepInputs(resolve(presets.get("sp"), model, config.name, config.decay), hyperparams(config, 20))
     train = trace_train_step(model, tx, abstract, layout, run, example(name)[1]).lower().compile()
     return train, jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
 
@@ -224,7 +224,7 @@ def first_update(name: str, config: OptimizerConfig, factors: Factors) -> dict[s
     params, batch = example(name)
     train, start = compiled(name, dataclasses.replace(config, eps=SMALL_EPS.eps))  # eps is data
     begin = jax.tree.map(jnp.array, start._replace(params=params))
-    after, _ = train(begin, StepInputs(factors, optimizer.hyper(config, 20)), batch)
+    after, _ = train(begin, StepInputs(factors, hyperparams(config, 20)), batch)
     return {n: np.asarray(after.params[n], np.float64) - w for n, w in params.items()}
 
 

@@ -18,7 +18,7 @@ from mupax.presets import ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import optimizer
-from mupax.train.core.factors import Factors
+from mupax.train.core.factors import Factors, hyperparams, schedule_table
 
 
 def rows_of_ones(specs: dict[str, bool]) -> Factors:
@@ -50,7 +50,7 @@ def test_at_base_size_the_chain_is_optax(config: OptimizerConfig, reference: Cal
         optimizer.build(config, {}),
         reference(lambda step: jnp.asarray([0.05, 0.1, 0.1, 0.2 / 3, 0.1 / 3])[step], mask),
     )
-    numbers, factors = optimizer.hyper(config, 5), rows_of_ones(mask)
+    numbers, factors = hyperparams(config, 5), rows_of_ones(mask)
     params = {n: random.standard_normal((3, 5)).astype(np.float32) for n in mask}
     states: list[Any] = [ours.init(params), theirs.init(params)]
     at: list[Any] = [params, params]
@@ -73,7 +73,7 @@ def test_first_moments_may_be_stored_in_bfloat16_and_are_summed_in_float32(name:
     )
     random, extra = np.random.default_rng(0), {"factors": rows_of_ones({"a": True})}
     params, *grads = ({"a": jnp.asarray(random.standard_normal((3, 5)), jnp.float32)} for _ in range(3))
-    numbers = optimizer.hyper(OptimizerConfig(peak_lr=0.1), 5).at(jnp.int32(2))
+    numbers = hyperparams(OptimizerConfig(peak_lr=0.1), 5).at(jnp.int32(2))
 
     def to(state: Any, dtype: str) -> Any:
         return optax.tree.set(state, **{moment: optax.tree.cast(optax.tree.get(state, moment), dtype)})
@@ -97,7 +97,7 @@ def test_first_moments_may_be_stored_in_bfloat16_and_are_summed_in_float32(name:
 @pytest.mark.core
 def test_clipping_is_global_and_before_every_factor() -> None:
     config = OptimizerConfig(name="sgd", peak_lr=1.0, schedule="constant", clip_norm=2.0)
-    tx, numbers = optimizer.build(config, {}), optimizer.hyper(config, 3).at(jnp.int32(0))
+    tx, numbers = optimizer.build(config, {}), hyperparams(config, 3).at(jnp.int32(0))
     updates: Any
     factors = rows_of_ones({"a": True, "b": True})._replace(
         lr={"a": np.array(100, np.float32), "b": np.array(1, np.float32)}
@@ -116,7 +116,7 @@ def test_clipping_is_global_and_before_every_factor() -> None:
 @pytest.mark.core
 def test_schedules_equal_their_formulas() -> None:
     def table(**settings: Any) -> np.ndarray:
-        return optimizer.schedule_table(OptimizerConfig(**settings), 11)
+        return schedule_table(OptimizerConfig(**settings), 11)
 
     ramp, t = np.array([1, 2, 3]) / 3, np.arange(8) / 8
     np.testing.assert_allclose(table(schedule="constant", warmup_steps=3), [*ramp, *np.ones(8)], rtol=1e-6)
@@ -140,15 +140,15 @@ def test_schedules_equal_their_formulas() -> None:
 
 
 def test_steps_after_the_end_keep_the_last_rate() -> None:
-    numbers = optimizer.hyper(OptimizerConfig(schedule="linear", final_lr_fraction=0.5), 4)
+    numbers = hyperparams(OptimizerConfig(schedule="linear", final_lr_fraction=0.5), 4)
     assert float(numbers.at(jnp.int32(3)).schedule) == float(numbers.at(jnp.int32(9)).schedule) == 0.625
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
 def test_runs_of_other_lengths_are_one_program(schedule: Any) -> None:
     config = OptimizerConfig(schedule=schedule, warmup_steps=3)
-    tables = {steps: optimizer.hyper(config, steps).schedule for steps in (2, 5, 1024, 1025)}
+    tables = {steps: hyperparams(config, steps).schedule for steps in (2, 5, 1024, 1025)}
     assert [len(table) for table in tables.values()] == [1024, 1024, 1024, 2048]
     for steps, table in tables.items():
-        assert table[:steps].tobytes() == optimizer.schedule_table(config, steps).tobytes()
+        assert table[:steps].tobytes() == schedule_table(config, steps).tobytes()
         assert np.all(table[steps:] == table[steps - 1])

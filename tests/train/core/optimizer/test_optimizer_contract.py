@@ -18,8 +18,8 @@ from mupax.presets import ParamSpec, Role
 from mupax.presets.optimizers import OPTIMIZERS, Optimizer
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import guards
-from mupax.train.core.factors import Factors, resolve
-from mupax.train.core.optimizer import build, hyper, rows
+from mupax.train.core.factors import Factors, hyperparams, resolve
+from mupax.train.core.optimizer import build, rows
 from mupax.train.core.state import TrainState
 from mupax.train.reuse import transplant
 from mupax.train.reuse.forms import convert
@@ -71,7 +71,7 @@ def steps(config: OptimizerConfig, scale: float = 1.0) -> list[tuple[Arrays, Any
         scale: multiplies every gradient.
     """
     tx = build(config, SPECS)
-    numbers = hyper(config, STEPS).at(jnp.int32(0))
+    numbers = hyperparams(config, STEPS).at(jnp.int32(0))
     ones = dict.fromkeys(SPECS, np.array(1, np.float32))
     factors = Factors(ones, ones, ones, ones, {})
 
@@ -151,7 +151,7 @@ def test_forms_of_a_preset_are_one_parameterization(name: str, form: Any) -> Non
     factors = [resolve(preset, MODEL, name) for preset in (before, after)]
     config = config_of(name)
     tx = build(config, MODEL.specs)
-    numbers = hyper(config, STEPS).at(jnp.int32(0))
+    numbers = hyperparams(config, STEPS).at(jnp.int32(0))
     shapes = {parameter: leaf.shape for parameter, leaf in MODEL.abstract.items()}
     params: Arrays = {parameter: jnp.ones(shape) for parameter, shape in shapes.items()}
     start = TrainState(jnp.int32(0), params, tx.init(params))
@@ -180,7 +180,7 @@ def test_a_chain_of_the_row_is_what_the_preset_asks_for(name: str) -> None:
     factors = resolve(preset, MODEL, name)
     config = config_of(name, peak_lr=1.0, eps=1e-8)
     chain = build(config, MODEL.specs)
-    numbers = hyper(config, 1).at(jnp.int32(0))
+    numbers = hyperparams(config, 1).at(jnp.int32(0))
 
     def with_rates(rates: Factors) -> optax.GradientTransformation:
         def update(updates: Any, state: Any, params: Any = None) -> Any:

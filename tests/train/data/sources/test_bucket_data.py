@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mupax.paths import copy, path_of
+from mupax.disk import copy, path_of
 from mupax.train import data
 from mupax.train.config.run import DataConfig
 from mupax.zoo.configs import ConfigError, ModelConfig

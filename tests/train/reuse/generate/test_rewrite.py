@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from mupax.train.config.devices import MeshConfig
 from mupax.train.config.recipes import RECIPES
+from mupax.train.config.run import MeshConfig
 from mupax.train.core.program import assemble
 from mupax.train.core.step import logits_of
 from mupax.train.reuse.generate.denoised import Seq2SeqGenerator

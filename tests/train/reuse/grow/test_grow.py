@@ -23,7 +23,7 @@ from mupax.train.reuse.grow.axes import GrowError
 from mupax.train.reuse.transplant import ScaledModel
 from mupax.zoo.configs import DecoderConfig, ModelConfig, ViTConfig
 from mupax.zoo.definition import definition
-from mupax.zoo.experts.config import RoutingConfig
+from mupax.zoo.transformer import RoutingConfig
 
 pytestmark = pytest.mark.core
 

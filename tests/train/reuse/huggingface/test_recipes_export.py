@@ -20,10 +20,9 @@ from mupax.train.reuse import plain, source, trained, transplant
 from mupax.train.reuse.huggingface import files
 from mupax.zoo.configs import ConfigError
 from mupax.zoo.definition import definition
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.huggingface import config as huggingface
 from mupax.zoo.huggingface.equivalent import equivalent
-from mupax.zoo.transformer import TransformerConfig, transformer
+from mupax.zoo.transformer import RoutingConfig, TransformerConfig, transformer
 from mupax.zoo.vit.sines import sines
 from scripts.parity import __main__ as parity
 from scripts.parity import models

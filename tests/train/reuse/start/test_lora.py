@@ -23,7 +23,7 @@ from mupax.train.core.program import assemble
 from mupax.train.reuse import runs, trained
 from mupax.zoo.configs import ConfigError, DecoderConfig
 from mupax.zoo.definition import definition
-from mupax.zoo.lora.config import LoraConfig
+from mupax.zoo.transformer import LoraConfig
 from tests.fixtures.programs import shared_programs
 from tests.train.reuse.huggingface.test_push import TOKEN, Hub
 from tests.train.reuse.test_source import published

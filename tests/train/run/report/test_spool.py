@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mupax import paths
+from mupax import disk
+from mupax.disk import path_of
 from mupax.errors import MupaxFailure
-from mupax.paths import path_of
 from mupax.train.run.report import spool
 from mupax.train.run.report.spool import UploadBuffer
 from tests.fixtures.emulator import bucket, emulator
@@ -19,8 +19,8 @@ __all__ = ["bucket", "emulator"]  # fixtures
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are uploaded or fetched."""
-    names, copy = [], paths.copy
-    monkeypatch.setattr(paths, "copy", lambda source, target: (names.append(source.name), copy(source, target)))
+    names, copy = [], disk.copy
+    monkeypatch.setattr(disk, "copy", lambda source, target: (names.append(source.name), copy(source, target)))
     return names
 
 
@@ -51,14 +51,14 @@ def test_a_picture_that_cannot_be_sent_stops_nothing_and_rows_are_kept(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    copy = paths.copy
+    copy = disk.copy
 
     def refused(source: Path, target: Path) -> None:
-        if paths.is_remote(target) and source.name in names:
+        if disk.is_remote(target) and source.name in names:
             raise OSError(5, "Input/output error")
         copy(source, target)
 
-    monkeypatch.setattr(paths, "copy", refused)
+    monkeypatch.setattr(disk, "copy", refused)
     names = ["loss.png"]
     with UploadBuffer(path_of(f"{bucket}/one")) as files:
         (files.folder / "loss.png").write_text("p")

@@ -23,7 +23,7 @@ WORDS = (
 DRIVER = """
 import os, sys
 from pathlib import Path
-from mupax.train.run.results import Report
+from mupax.train.run.runtime import Report
 add, mark = Report.add, Path("killed")
 def watched(self, step, metrics):
     add(self, step, metrics)

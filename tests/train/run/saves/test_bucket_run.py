@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.paths import path_of
+from mupax.disk import path_of
 from mupax.train import load
 from mupax.train.checkpoints import saved_run
 from mupax.train.checkpoints.folder import verified

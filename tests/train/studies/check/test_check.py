@@ -23,8 +23,7 @@ from mupax.train.core.factors import init_stds, resolve
 from mupax.train.studies.check import check, observables, report, theory
 from mupax.train.studies.check.check import Expected, Finding
 from mupax.zoo import configs
-from mupax.zoo.definition import Definition, definition
-from mupax.zoo.layers.initial import normals
+from mupax.zoo.definition import Definition, definition, normals
 from scripts.check.mutants import Mutant
 from tests.fixtures.optimizers import adopt
 from tests.train.studies.check.optimized import optimized

@@ -18,13 +18,13 @@ from mupax.presets.tuned import measured
 from mupax.presets.tuned.measured import load, save
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core import factors, optimizer, step
+from mupax.train.core.factors import hyperparams
 from mupax.train.core.state import TrainState
 from mupax.train.studies.check import check, feature_speed
 from mupax.train.studies.check.balance import balance, descent, direction, next_scale, parts_of
 from mupax.zoo import configs
-from mupax.zoo.definition import define
+from mupax.zoo.definition import define, normals
 from mupax.zoo.definition import definition as define_model
-from mupax.zoo.layers.initial import normals
 
 MODELS = {
     "decoder": dataclasses.replace(
@@ -86,7 +86,7 @@ def uneven(name: str) -> tuple[feature_speed.Speeds, dict, dict]:
     speeds, grads = jax.jit(lambda *arguments: feature_speed.of_model(definition, *arguments, flow))(
         params, scales, batch
     )
-    run = step.StepInputs(scales, optimizer.hyper(config("sgd"), 1))
+    run = step.StepInputs(scales, hyperparams(config("sgd"), 1))
     whole, sums = jax.jit(lambda p, b: step.gradients(definition, p, run, b, 1))(params, batch)
     assert float(speeds.loss) == pytest.approx(float(sums.loss / sums.weight), rel=1e-6)
     return jax.device_get((speeds, grads, whole))
@@ -314,7 +314,7 @@ def test_a_saved_table_trains(name, optimizer_name, centered, tmp_path):
         np.testing.assert_array_equal(one, other)
     settings = config(optimizer_name, peak_lr=2e-3)
     tx = optimizer.build(settings, definition.specs)
-    run = step.StepInputs(scales, optimizer.hyper(settings, 9), params if centered else None)
+    run = step.StepInputs(scales, hyperparams(settings, 9), params if centered else None)
     train_step = jax.jit(step.make_train_step(definition, tx))
     state, losses = TrainState(jnp.int32(0), params, tx.init(params)), []
     for _ in range(2):

@@ -22,7 +22,7 @@ from mupax.train.studies.sweep.rows import Row, Rows
 from mupax.train.studies.sweep.sweep import key_of
 from mupax.train.studies.transfer import command as transfer_command
 from mupax.train.studies.transfer.planned import Transfer
-from mupax.zoo import flops
+from mupax.zoo import families
 from mupax.zoo.configs import ConfigError
 
 GROW = ["lm-tiny", "--steps", "100", "--grow", "head_dim=8,16,32,64", "--seeds", "2", "--max-seeds", "2"]
@@ -50,7 +50,7 @@ class Trained:
 
 
 def least(config: Config) -> float:
-    return 1.2 + 20 * flops.params(config.model) ** -0.3
+    return 1.2 + 20 * families.params(config.model) ** -0.3
 
 
 def study(folder: Path, *words: str) -> tuple[int, Trained]:
@@ -76,7 +76,7 @@ def test_a_forecast_is_written_with_date_digest_config_and_intervals(folder: Pat
     assert rate["low90"] < -7 < rate["high90"]
     assert config.optimizer.peak_lr == pytest.approx(2.0 ** rate["value"], rel=1e-3)
     assert content["date"].endswith("+00:00")
-    assert content["scale"]["parameters"] == flops.params(config.model)
+    assert content["scale"]["parameters"] == families.params(config.model)
     assert content["beyond"]["parameters"] > 3
     assert any("extrapolates" in warning for warning in content["warnings"])
     assert len(content["rows"]["digest"]) == len(content["digest"]) == 64

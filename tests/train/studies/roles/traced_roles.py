@@ -15,8 +15,8 @@ from examples import foreign_roles, mlp_mixer
 from mupax.train.studies.roles import models
 from mupax.train.studies.roles.deduce import Roles
 from mupax.zoo import configs
-from mupax.zoo.experts.config import RoutingConfig
 from mupax.zoo.families import ModelConfig
+from mupax.zoo.transformer import RoutingConfig
 from scripts.pages.markdown import replaced
 
 PAGE = Path(__file__).parents[4] / "docs" / "roles.md"
