@@ -27,6 +27,7 @@ from mupax.train.config.record import command_of, words_of
 from mupax.train.config.run import Config
 from mupax.train.studies.forecast.points import Points
 from mupax.train.studies.plan import ranges
+from mupax.train.studies.tables import command as tables_command
 from mupax.train.studies.transfer.planned import label_of
 from mupax.zoo import flops
 from mupax.zoo.configs import CONFIGS, ConfigError
@@ -433,6 +434,8 @@ def main(argv: Sequence[str]) -> int:
         from mupax.train.studies.plan import score
 
         return score.main(argv[1:])
+    if tables_command.asks_for_table(argv):
+        return tables_command.main(argv)
 
     args, rest = command_line.parse_known(Plan, PROG, with_name(cli.with_file_first(argv)))
     if args.chips:
