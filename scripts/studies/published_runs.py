@@ -73,13 +73,14 @@ JOINT = {
     "nothing moves": Rule(0.0, 0.0),
     "horizon": Rule(-0.32, 0.0),
     "complete-d, batch fixed": Rule(-0.5, 0.0),
-    "sde or complete-d, batch as tokens": Rule(0.5, 1.0),
+    "complete-d, batch as sqrt(tokens)": Rule(-0.25, 0.5),
+    "complete-d, batch as tokens": Rule(0.0, 1.0),
+    "sde, batch as tokens": Rule(0.5, 1.0),
     "deepseek": Rule(-0.125, 0.327),
     "step-law": Rule(0.307, 0.571),
-    "batch as sqrt(tokens), rate as sqrt(batch)": Rule(0.25, 0.5),
+    "sde, batch as sqrt(tokens)": Rule(0.25, 0.5),
 }
-"""Rules with the batch that each source assumes; of `sde` and `complete-d` with a batch that grows as tokens the rate is (B^2/T)^1/2
-of one stretch that grows, so sqrt(B) at fixed steps."""
+"""Rules with the batch that each source assumes. Those of `sde` and `complete-d`, B^1/2 and (B/T)^1/2, hold for any batch."""
 
 
 def grid(place: Mapping[str, float]) -> dict[str, np.ndarray]:
