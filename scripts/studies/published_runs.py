@@ -1,6 +1,7 @@
 """What 1,073 published runs of dense decoders say of learning rates, batches and losses: docs/published-runs.md.
 
     python -m scripts.studies.published_runs forecast TABLE.csv   # docs/evidence/forecasts/published-dense.json
+    python -m scripts.studies.published_runs law TABLE.csv        # the law that comes with mupax, without the runs
     python -m scripts.studies.published_runs study TABLE.csv      # docs/published-runs/result.json: left-out settings, rules, exponents
     python -m scripts.studies.published_runs render               # the page and its picture from that
 
@@ -22,6 +23,7 @@ import tyro
 from scipy import stats
 
 from mupax import disk
+from mupax.train.studies.tables import stored
 from mupax.train.studies.tables import table as tables
 from mupax.train.studies.tables.forecast import Forecaster
 from mupax.train.studies.tables.law import Form, form_of, settings_of
@@ -46,6 +48,10 @@ FIXED_BATCHES = (32, 64, 128, 256, 512, 1024, 2048)
 BOTTOM = 0.012
 """Excess of the log loss up to which runs of one batch give its best rate."""
 SEED = 0
+ISOFLOPS = ((1e18, 3.522), (3e18, 3.339), (1e19, 3.154), (3e19, 3.000), (1e20, 2.848), (3e20, 2.725), (1e21, 2.599))
+"""Training FLOPs and macro losses of published mixtures of experts, at the best size of each budget."""
+ISOFLOP_GOALS = ((1e19, 1e21, 2.599), (3e20, 1e21, 2.599), (1e21, 1e23, 2.234))
+"""FLOPs up to which points are used, FLOPs that are forecast, and the loss that came."""
 CLAIMS = {
     "no change": (0.0, "one rate for every length"),
     "horizon": (-0.32, "Bjorck et al. 2024 (2409.19913), batch fixed"),
@@ -92,7 +98,7 @@ def grid(place: Mapping[str, float]) -> dict[str, np.ndarray]:
 
 def forecast(table: RunTable) -> list[dict[str, Any]]:
     """Return the forecast of each of `SETTINGS`."""
-    forecaster = Forecaster(table)
+    forecaster = Forecaster.of_table(table)
     rows = []
     for parameters, tokens in SETTINGS:
         place = {"parameters": float(parameters), "tokens": float(tokens)}
@@ -144,7 +150,7 @@ def left_out(
         known = table.subset(setting != index)
         test = table.subset(setting == index)
         known = change(known) if change else known
-        forecaster = Forecaster(known, form(form_of(known)) if form else None)
+        forecaster = Forecaster.of_table(known, form(form_of(known)) if form else None)
         place = {axis: float(test.values[axis][0]) for axis in ("parameters", "tokens")}
         lowest = forecaster.lowest(place, grid(place))
         best = forecaster.best(place)
@@ -225,7 +231,7 @@ def best_rate(log2_rate: np.ndarray, log_loss: np.ndarray) -> float | None:
 def rate_exponents(table: RunTable) -> list[dict[str, Any]]:
     """Return the exponent of the best rate in tokens at each batch, with a 95 % interval: one slope, a height for each model size."""
     rows = []
-    forecaster = Forecaster(table)
+    forecaster = Forecaster.of_table(table)
     for batch in FIXED_BATCHES:
         places: list[tuple[float, float, float]] = []
         for parameters in np.unique(table.values["parameters"]):
@@ -322,7 +328,7 @@ def joint_regrets(table: RunTable) -> dict[str, dict[str, float]]:
         batch = float(shorter.values["batch_sequences"][best])
         for name, rule in JOINT.items():
             lost[name].append(regret(longer, rate * ratio**rule.rate, batch * ratio**rule.batch))
-        forecaster = Forecaster(table.subset(setting != index))
+        forecaster = Forecaster.of_table(table.subset(setting != index))
         recommended = forecaster.best({axis: float(longer.values[axis][0]) for axis in ("parameters", "tokens")})
         assert recommended.peak_lr is not None
         assert recommended.batch_sequences is not None
@@ -356,6 +362,29 @@ def _summary(values: list[float]) -> dict[str, float]:
     }
 
 
+def isoflop() -> list[dict[str, Any]]:
+    """Return what the same law, of training FLOPs alone, says of published isoflop losses beyond those that it is fitted to."""
+    rows = []
+    for upto, goal, came in ISOFLOP_GOALS:
+        known = [(flops, loss) for flops, loss in ISOFLOPS if flops <= upto]
+        table = RunTable(
+            source="isoflop",
+            digest="",
+            values={"flops": np.array([flops for flops, _ in known])},
+            log_loss=np.log([loss for _, loss in known]),
+            seeds=np.ones(len(known), int),
+            seed_deviation=None,
+            decay=None,
+            rows=len(known),
+            notes=(),
+        )
+        loss = Forecaster.of_table(table).best({"flops": goal}).loss
+        rows.append(
+            {"upto": upto, "goal": goal, "came": came, **{k: round(v, 4) for k, v in dataclasses.asdict(loss).items()}}
+        )
+    return rows
+
+
 def study(table: RunTable) -> dict[str, Any]:
     """Return everything that the page shows."""
     return {
@@ -368,6 +397,7 @@ def study(table: RunTable) -> dict[str, Any]:
         "exponents": rate_exponents(table),
         "fixed_batch": fixed_batch_regrets(table),
         "joint": joint_regrets(table),
+        "isoflop": isoflop(),
     }
 
 
@@ -375,8 +405,8 @@ def study(table: RunTable) -> dict[str, Any]:
 class Options:
     """What to make, from which table."""
 
-    part: tyro.conf.Positional[Literal["forecast", "study", "render"]]
-    """forecast: of the settings that were not seen. study: the results. render: page and picture."""
+    part: tyro.conf.Positional[Literal["forecast", "law", "study", "render"]]
+    """forecast: of the settings that were not seen. law: the file that `mupax plan` reads. study: the results. render: page and picture."""
     table: tyro.conf.Positional[Path | None] = None
     """The published runs; `render` needs none."""
 
@@ -394,6 +424,8 @@ def main() -> None:
     table = tables.read(options.table)
     if options.part == "forecast":
         path, content = FORECAST, forecast(table)
+    elif options.part == "law":
+        path, content = stored.DENSE, stored.to_json(Forecaster.of_table(table))
     else:
         path, content = RESULT, study(table)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mupax import disk
+from scripts.pages.markdown import table
 from scripts.studies.published_runs import CLAIMS, FORECAST, JOINT, PAGE, PICTURE, RESULT
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
@@ -48,15 +49,10 @@ def text(result: dict[str, Any], forecast: list[dict[str, Any]]) -> str:
         _left_out(result),
         _exponents(result),
         _rules(result),
+        _isoflop(result),
         _source(result),
     )
     return "\n".join(line for section in sections for line in section) + "\n"
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """Return rows, names first, as a table of Markdown."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
 
 
 def _forecasts(forecast: list[dict[str, Any]]) -> list[str]:
@@ -79,7 +75,7 @@ def _forecasts(forecast: list[dict[str, Any]]) -> list[str]:
         "The grid has eight more settings, whose runs were kept back. Their lowest losses, and the loss at each of 182 rates and batches, are "
         "forecast in [published-dense.json](evidence/forecasts/published-dense.json); what came will stand here.",
         "",
-        _table(rows),
+        table(rows),
         "",
         "The sizes that are given lie within one octave, so what is said of 1.07 billion parameters, 1.3 octaves beyond them, rests on "
         "the prior of the exponent of size (0.34 ± 0.1, Hoffmann et al. 2022); other priors within it move that loss by 0.5 %.",
@@ -117,19 +113,19 @@ def _left_out(result: dict[str, Any]) -> list[str]:
     settings = result["left_out"]
     inside = sum(row["inside"] for row in settings)
     controls = [("law", "median error", "median lost")]
-    for name, table in {"as it is": settings, **result["controls"]}.items():
-        error = float(np.median([abs(row["error"]) for row in table]))
-        lost = float(np.median([row["lost"] for row in table]))
+    for name, outcomes in {"as it is": settings, **result["controls"]}.items():
+        error = float(np.median([abs(row["error"]) for row in outcomes]))
+        lost = float(np.median([row["lost"] for row in outcomes]))
         controls.append((name, f"{error:.2%}", f"{lost:.2%}"))
     return [
         "## Each setting left out in turn",
         "",
-        _table(rows),
+        table(rows),
         "",
         f"{inside} of {len(settings)} lowest losses are inside their interval. The one outside is that of 100 billion tokens, which is 2.3 "
         "octaves beyond the longest other run of its size. Controls that must be worse, and are:",
         "",
-        _table(controls),
+        table(controls),
         "",
     ]
 
@@ -157,7 +153,7 @@ def _exponents(result: dict[str, Any]) -> list[str]:
         "",
         "![The exponent of the best rate in tokens against the batch, and the best rates themselves](published-runs/exponents.png)",
         "",
-        _table(rows),
+        table(rows),
         "",
         "A best rate is the lowest point of a parabola through the runs of one setting and batch within 1.2 % of their best; the exponent is "
         "one slope over all settings with a height for each model size, and its interval is Student's t of the residuals.",
@@ -185,15 +181,43 @@ def _rules(result: dict[str, Any]) -> list[str]:
         "From each model's shorter runs to its longer ones (1.8 to 25 times the tokens). With the batch that a rule's source assumes, "
         "against the best rate and batch of the longer run:",
         "",
-        _table(joint),
+        table(joint),
         "",
         "**Grow the batch as the square root of the tokens and the rate as the square root of the batch**: `--joint sde` with a batch of "
         "B (T/T0)^1/2. It is the best of the simple rules here, but it was picked after these runs were seen, and these are runs "
         "of one grid in standard parameterization. At fixed batch, against the best rate at that batch:",
         "",
-        _table(fixed),
+        table(fixed),
         "",
         "Where the batch must stay, no exponent is right at every batch: take the one of the table above for yours.",
+        "",
+    ]
+
+
+def _isoflop(result: dict[str, Any]) -> list[str]:
+    """Return the section of the law of FLOPs."""
+    rows = [("points up to", "forecast of", "loss", "90 %", "came", "error")]
+    rows += [
+        (
+            f"{row['upto']:.0e}",
+            f"{row['goal']:.0e}",
+            f"{row['value']:.4f}",
+            f"{row['low']:.4f} to {row['high']:.4f}",
+            f"{row['came']:.3f}",
+            f"{row['value'] / row['came'] - 1:+.2%}",
+        )
+        for row in result["isoflop"]
+    ]
+    return [
+        "## A law of FLOPs alone",
+        "",
+        "The same command fits a table of training FLOPs and losses (`--columns flops=C`, then `--flops 1e21`). Published losses of "
+        "mixtures of experts at the best size of each budget, from points up to a budget:",
+        "",
+        table(rows),
+        "",
+        "Three points hardly tell a floor from an exponent, so the first row rests on the prior of the floor, half of the lowest loss give or "
+        "take a quarter.",
         "",
     ]
 

@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("a law is fitted to one table; write one --from FILE, with all runs in it")
     path = Path(options.table[0])
     asked = _asked(options)
-    forecaster = Forecaster(tables.read(path, options.columns))
+    forecaster = Forecaster.of_table(tables.read(path, options.columns))
     content = _content(forecaster, options, asked)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

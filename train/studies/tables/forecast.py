@@ -86,17 +86,33 @@ class Forecaster:
     """Forecasts of a table's law.
 
     Args:
-        table: of runs.
-        form: terms of the law; those that the table can say something about unless given.
+        fit: the law. Of one that was stored, the table has the ends of each axis alone.
+        beyond: as the attribute `beyond`, of a law that was stored; measured from the table's runs unless given.
     """
 
-    def __init__(self, table: RunTable, form: Form | None = None) -> None:
-        self.fit: Fit = fitted(table, form or form_of(table))
+    def __init__(self, fit: Fit, beyond: Mapping[str, tuple[float, int]] | None = None) -> None:
+        self.fit = fit
+        self._stored_beyond = beyond
         self._generator = np.random.default_rng(0)
+
+    @classmethod
+    def of_table(cls, table: RunTable, form: Form | None = None) -> Forecaster:
+        """Return the forecasts of a table's law.
+
+        Args:
+            table: of runs.
+            form: terms of the law; those that the table can say something about unless given.
+
+        Raises:
+            TableError: as `fitted`.
+        """
+        return cls(fitted(table, form or form_of(table)))
 
     @functools.cached_property
     def beyond(self) -> Mapping[str, tuple[float, int]]:
         """Deviation of the log loss for each octave beyond the runs, with its degrees of freedom, of each axis of the size."""
+        if self._stored_beyond is not None:
+            return self._stored_beyond
         return {
             axis: _beyond(self.fit, axis) for axis in self.fit.form.axes if axis in ("parameters", "tokens", "flops")
         }

@@ -74,7 +74,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forecaster(runs: Path) -> Forecaster:
-    return Forecaster(table.read(runs))
+    return Forecaster.of_table(table.read(runs))
 
 
 def test_a_larger_run_is_forecast(forecaster: Forecaster):
@@ -96,7 +96,9 @@ def test_intervals_hold_nine_in_ten_runs_of_a_setting_that_was_left_out(runs: Pa
     every = table.read(runs)
     left_out = (every.values["parameters"] == SIZES[1]) & (every.values["tokens"] == LENGTHS[1])
     test = every.subset(left_out & (every.log_loss < every.log_loss[left_out].min() + math.log(1.1)))
-    intervals = Forecaster(every.subset(~left_out)).points({"parameters": SIZES[1], "tokens": LENGTHS[1]}, test.values)
+    intervals = Forecaster.of_table(every.subset(~left_out)).points(
+        {"parameters": SIZES[1], "tokens": LENGTHS[1]}, test.values
+    )
     inside = [
         interval.low <= math.exp(loss) <= interval.high for interval, loss in zip(intervals, test.log_loss, strict=True)
     ]
@@ -109,7 +111,7 @@ def errors(every: table.RunTable, changed: Mapping[str, np.ndarray], form: Form 
     values = {**every.values, **changed}
     rate, batch = best_of(**LARGER)
     lowest = loss_of(**LARGER, peak_lr=2**rate, batch_sequences=2**batch)
-    best = Forecaster(dataclasses.replace(every, values=values), form).best(LARGER)
+    best = Forecaster.of_table(dataclasses.replace(every, values=values), form).best(LARGER)
     return abs(best.loss.value / lowest - 1)
 
 
@@ -148,7 +150,7 @@ def test_the_command_says_what_the_law_says(runs: Path, tmp_path: Path, capsys: 
     assert main(["plan", "--from", str(renamed), "--columns", *columns, *words, "--out", str(out)]) == 0
     output = " ".join(capsys.readouterr().out.split())
     content = json.loads(out.read_text())
-    best = Forecaster(table.read(runs)).best(LARGER)
+    best = Forecaster.of_table(table.read(runs)).best(LARGER)
     assert content["best"]["loss"]["value"] == pytest.approx(best.loss.value, rel=1e-6)
     assert f"the loss should be {best.loss.value:.4f} [{best.loss.low:.4f} to {best.loss.high:.4f}]" in output
     assert "4e+08 parameters and 2e+10 tokens" in output
