@@ -52,9 +52,9 @@ def page() -> str:
     rows = []
     unknown = []
     for name, model in CONFIGS.items():
-        found = evidence.found(model, length(model))
-        if found and found[0].applies:
-            rows.append(_row(name, model, found[0]))
+        ranked = evidence.candidates_for(model, length(model))
+        if ranked and ranked[0].applies:
+            rows.append(_row(name, model, ranked[0]))
         else:
             unknown.append(f"`{name}`")
     head = ("model", "length", "rate", "90 %", "batch", "`--preset`", "evidence")

@@ -3,7 +3,7 @@
     python -m scripts.studies.published_runs forecast TABLE.csv   # docs/evidence/forecasts/published-dense.json
     python -m scripts.studies.published_runs law TABLE.csv        # the law that comes with mupax, without the runs
     python -m scripts.studies.published_runs study TABLE.csv      # docs/published-runs/result.json: left-out settings, rules, exponents
-    python -m scripts.studies.published_runs render               # the page and its picture from that
+    python -m scripts.studies.published_runs_page                 # the page and its picture from that
 
 The table has no licence and is not part of the project; its sha256 is in the results. Columns: parameters (without embeddings),
 tokens, peak_lr, batch_sequences (of 2,048 tokens), loss (training loss at the end, nats per token).
@@ -147,10 +147,10 @@ def left_out(
     setting = settings_of(table)
     rows = []
     for index in range(setting.max() + 1):
-        known = table.subset(setting != index)
+        fitted = table.subset(setting != index)
         test = table.subset(setting == index)
-        known = change(known) if change else known
-        forecaster = Forecaster.of_table(known, form(form_of(known)) if form else None)
+        fitted = change(fitted) if change else fitted
+        forecaster = Forecaster.of_table(fitted, form(form_of(fitted)) if form else None)
         place = {axis: float(test.values[axis][0]) for axis in ("parameters", "tokens")}
         lowest = forecaster.lowest(place, grid(place))
         best = forecaster.best(place)
@@ -366,16 +366,16 @@ def isoflop() -> list[dict[str, Any]]:
     """Return what the same law, of training FLOPs alone, says of published isoflop losses beyond those that it is fitted to."""
     rows = []
     for upto, goal, came in ISOFLOP_GOALS:
-        known = [(flops, loss) for flops, loss in ISOFLOPS if flops <= upto]
+        fitted = [(flops, loss) for flops, loss in ISOFLOPS if flops <= upto]
         table = RunTable(
             source="isoflop",
             digest="",
-            values={"flops": np.array([flops for flops, _ in known])},
-            log_loss=np.log([loss for _, loss in known]),
-            seeds=np.ones(len(known), int),
+            values={"flops": np.array([flops for flops, _ in fitted])},
+            log_loss=np.log([loss for _, loss in fitted]),
+            seeds=np.ones(len(fitted), int),
             seed_deviation=None,
             decay=None,
-            rows=len(known),
+            rows=len(fitted),
             notes=(),
         )
         loss = Forecaster.of_table(table).best({"flops": goal}).loss
@@ -405,22 +405,15 @@ def study(table: RunTable) -> dict[str, Any]:
 class Options:
     """What to make, from which table."""
 
-    part: tyro.conf.Positional[Literal["forecast", "law", "study", "render"]]
-    """forecast: of the settings that were not seen. law: the file that `mupax plan` reads. study: the results. render: page and picture."""
-    table: tyro.conf.Positional[Path | None] = None
-    """The published runs; `render` needs none."""
+    part: tyro.conf.Positional[Literal["forecast", "law", "study"]]
+    """forecast: of the settings that were not seen. law: the file that `mupax plan` reads. study: the results."""
+    table: tyro.conf.Positional[Path]
+    """The published runs."""
 
 
 def main() -> None:
     """Make a part."""
     options = tyro.cli(Options, prog="python -m scripts.studies.published_runs", description=__doc__)
-    if options.part == "render":
-        from scripts.studies import published_runs_page
-
-        published_runs_page.render()
-        return
-    if options.table is None:
-        raise SystemExit("write the table of published runs behind the part")
     table = tables.read(options.table)
     if options.part == "forecast":
         path, content = FORECAST, forecast(table)

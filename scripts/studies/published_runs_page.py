@@ -1,4 +1,7 @@
-"""The page and the picture of `scripts.studies.published_runs`, from its results alone."""
+"""The page and the picture of `scripts.studies.published_runs`, from its results alone.
+
+python -m scripts.studies.published_runs_page
+"""
 
 from __future__ import annotations
 
@@ -229,7 +232,7 @@ def _source(result: dict[str, Any]) -> list[str]:
         "",
         f"{result['table']['rows']:,} rows of the public grid of Step Law (2503.04715), sha256 `{result['table']['sha256']}`. The file has no "
         "licence, so it is not part of mupax. Step Law's own exponents were fitted to these runs; they stand above as a rival and are no "
-        "prior here. Commands: `python -m scripts.studies.published_runs forecast TABLE.csv`, `study TABLE.csv`, `render`.",
+        "prior here. Commands: `python -m scripts.studies.published_runs forecast TABLE.csv` (or `law`, `study`), then `python -m scripts.studies.published_runs_page`.",
     ]
 
 
@@ -279,3 +282,7 @@ def _draw(result: dict[str, Any]) -> None:
     PICTURE.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(PICTURE, dpi=130)
     plt.close(figure)
+
+
+if __name__ == "__main__":
+    render()

@@ -73,15 +73,15 @@ def body_parameters(model: ModelConfig) -> int:
     return flops.params(model) - tables
 
 
-def found(model: ModelConfig, tokens: float) -> list[Evidence]:
+def candidates_for(model: ModelConfig, tokens: float) -> list[Evidence]:
     """Return the best evidence of each kind, those that apply first, best first.
 
     Args:
         model: to train.
         tokens: or images, that it will see.
     """
-    candidates = [_measured(model, tokens), _law(model, tokens), _published(model)]
-    present = [evidence for evidence in candidates if evidence is not None]
+    options = [_measured(model, tokens), _law(model, tokens), _published(model)]
+    present = [evidence for evidence in options if evidence is not None]
     return sorted(present, key=lambda evidence: not evidence.applies)
 
 
@@ -210,7 +210,7 @@ def plan(name: str, tokens: float, out: Path | None) -> int:
         ConfigError: nothing is known of models of its kind and size.
     """
     model = CONFIGS[name]
-    every = found(model, tokens)
+    every = candidates_for(model, tokens)
     if not every or not every[0].applies:
         nearest = f"; the nearest is {every[0].source} ({every[0].remark})" if every else ""
         raise ConfigError(

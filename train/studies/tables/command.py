@@ -71,9 +71,9 @@ def main(argv: Sequence[str]) -> int:
     if len(options.table) != 1:
         raise UsageError("a law is fitted to one table; write one --from FILE, with all runs in it")
     path = Path(options.table[0])
-    asked = _asked(options)
+    request = _place_of(options)
     forecaster = Forecaster.of_table(tables.read(path, options.columns))
-    content = _content(forecaster, options, asked)
+    content = _content(forecaster, options, request)
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         disk.write_whole(options.out, json.dumps(content, indent=1) + "\n")
@@ -84,28 +84,28 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _asked(options: TablePlan) -> dict[str, float]:
+def _place_of(options: TablePlan) -> dict[str, float]:
     """Return the size and length, or the FLOPs, that are asked for."""
-    asked: dict[str, float] = {}
+    request: dict[str, float] = {}
     for name in ("parameters", "tokens", "flops"):
         text = getattr(options, name)
         if text is not None:
-            asked[name] = joint.amount(f"--{name}", text)
-    if "flops" in asked and len(asked) > 1:
+            request[name] = joint.amount(f"--{name}", text)
+    if "flops" in request and len(request) > 1:
         raise UsageError("--flops stands in place of --parameters and --tokens; write either")
-    if not asked:
+    if not request:
         raise UsageError("say which run: write --parameters N --tokens N, as 1.07e9 and 10b, or --flops N")
     for name in ("peak_lr", "batch_sequences"):
         value = getattr(options, name)
         if value is not None and not (math.isfinite(value) and value > 0):
             raise UsageError(f"--{name.replace('_', '-')} is {value}; write a number above 0")
-    return asked
+    return request
 
 
-def _content(forecaster: Forecaster, options: TablePlan, asked: dict[str, float]) -> dict[str, Any]:
+def _content(forecaster: Forecaster, options: TablePlan, request: dict[str, float]) -> dict[str, Any]:
     """Return the plan as JSON has it."""
     fit = forecaster.fit
-    place = dict(asked)
+    place = dict(request)
     content: dict[str, Any] = {
         "format": FORMAT,
         "table": {
@@ -115,24 +115,24 @@ def _content(forecaster: Forecaster, options: TablePlan, asked: dict[str, float]
             "used": len(fit.table.log_loss),
         },
     }
-    if "flops" in asked and "flops" not in fit.table.values:
-        size, tokens, _ = forecaster.compute_optimal(asked["flops"])
+    if "flops" in request and "flops" not in fit.table.values:
+        size, tokens, _ = forecaster.compute_optimal(request["flops"])
         place = {"parameters": size.value, "tokens": tokens.value}
         content["optimal"] = {"parameters": dataclasses.asdict(size), "tokens": dataclasses.asdict(tokens)}
     forecaster.check(place)
     best = forecaster.best(place)
-    content["asked"] = asked
+    content["asked"] = request
     content["place"] = place
     content["best"] = _best_json(best)
-    given = {name: value for name in ("peak_lr", "batch_sequences") if (value := getattr(options, name)) is not None}
-    if given:
-        forecaster.check({**place, **given})
-        values = {**place, **_best_values(best), **given}
-        content["at"] = {**given, "loss": dataclasses.asdict(forecaster.at(values))}
+    chosen = {name: value for name in ("peak_lr", "batch_sequences") if (value := getattr(options, name)) is not None}
+    if chosen:
+        forecaster.check({**place, **chosen})
+        values = {**place, **_best_values(best), **chosen}
+        content["at"] = {**chosen, "loss": dataclasses.asdict(forecaster.at(values))}
     content["next"] = [dataclasses.asdict(run) for run in forecaster.next_runs(place)]
     content["law"] = _law_json(forecaster)
     content["notes"] = list(fit.table.notes)
-    content["cautions"] = _cautions(forecaster, place, given)
+    content["cautions"] = _cautions(forecaster, place, chosen)
     return content
 
 
@@ -174,21 +174,21 @@ def _law_json(forecaster: Forecaster) -> dict[str, Any]:
     }
 
 
-def _cautions(forecaster: Forecaster, place: dict[str, float], given: dict[str, float]) -> list[str]:
+def _cautions(forecaster: Forecaster, place: dict[str, float], chosen: dict[str, float]) -> list[str]:
     """Return what to know before the plan is believed, a sentence each."""
     fit = forecaster.fit
     cautions = []
     for axis, octaves in forecaster.distance(place).items():
         if octaves >= FAR:
-            known = fit.table.values[axis]
+            tried = fit.table.values[axis]
             cautions.append(
-                f"{axis} {place[axis]:,.4g} is {2**octaves:.2g} times beyond the table's, which go from {known.min():,.4g} to "
-                f"{known.max():,.4g}; the interval counts {forecaster.beyond[axis][0]:.2%} of the loss for each octave"
+                f"{axis} {place[axis]:,.4g} is {2**octaves:.2g} times beyond the table's, which go from {tried.min():,.4g} to "
+                f"{tried.max():,.4g}; the interval counts {forecaster.beyond[axis][0]:.2%} of the loss for each octave"
             )
-    for name, value in given.items():
-        known = fit.table.values[name]
-        if not known.min() * 0.9 <= value <= known.max() * 1.1:
-            cautions.append(f"{name} {value:g} is outside of the table's, {known.min():g} to {known.max():g}")
+    for name, value in chosen.items():
+        tried = fit.table.values[name]
+        if not tried.min() * 0.9 <= value <= tried.max() * 1.1:
+            cautions.append(f"{name} {value:g} is outside of the table's, {tried.min():g} to {tried.max():g}")
     for axis in place:
         if axis in fit.form.axes and forecaster.prior_share(place, axis) >= PRIOR_SHARE:
             cautions.append(
@@ -227,7 +227,7 @@ def _print(content: dict[str, Any], options: TablePlan) -> None:
             (
                 f"best {axis}",
                 *_cells(interval, "{:,.4g}"),
-                f"lowest loss at {content['asked']['flops']:.3g} FLOPs, 6 N D",
+                f"lowest loss at {content['request']['flops']:.3g} FLOPs, 6 N D",
             )
         )
     for name, shown in (("peak_lr", "{:.3g}"), ("batch_sequences", "{:.0f}"), ("loss", "{:.4f}")):

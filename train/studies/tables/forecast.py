@@ -135,13 +135,13 @@ class Forecaster:
         for axis in AXES:
             if axis not in self.fit.table.values:
                 continue
-            known = self.fit.table.values[axis]
+            tried = self.fit.table.values[axis]
             if axis in self.fit.form.axes:
                 if axis in ("parameters", "tokens", "flops") and axis not in values:
                     raise TableError(f"say of which {axis}: write --{axis} N, as 1.07e9 or 10b")
-            elif axis in values and not math.isclose(values[axis], float(known[0]), rel_tol=0.05):
+            elif axis in values and not math.isclose(values[axis], float(tried[0]), rel_tol=0.05):
                 raise TableError(
-                    f"{self.fit.table.source} says nothing of {axis} {_text(values[axis])}: all its runs have {_text(float(known[0]))}; "
+                    f"{self.fit.table.source} says nothing of {axis} {_text(values[axis])}: all its runs have {_text(float(tried[0]))}; "
                     "add runs of other values"
                 )
 
@@ -259,8 +259,8 @@ class Forecaster:
                 best = int(np.argmin(losses))
                 slopes = derivatives[best]
                 carried = float(goal @ self.fit.covariance @ slopes)
-                seen = float(slopes @ self.fit.covariance @ slopes) + rest
-                left = variance - carried**2 / seen
+                total = float(slopes @ self.fit.covariance @ slopes) + rest
+                left = variance - carried**2 / total
                 named = {axis: float(column[best]) for axis, column in grid.items()}
                 candidates.append(NextRun(named, flops, math.sqrt((left + rest) / (variance + rest))))
         return sorted(candidates, key=lambda run: run.half_width)[:count]
@@ -353,9 +353,9 @@ def _text(value: float) -> str:
     return f"{value:,.0f}" if value >= 1e4 else f"{value:g}"
 
 
-def _candidates(known: np.ndarray, goal: float) -> list[float]:
+def _candidates(tried: np.ndarray, goal: float) -> list[float]:
     """Return values of an axis for a next run: the table's, and those an octave apart up to the goal."""
-    values = [float(value) for value in np.unique(known)]
+    values = [float(value) for value in np.unique(tried)]
     value = values[-1]
     while value * 2 < goal * 1.01:
         value *= 2

@@ -332,13 +332,13 @@ def _without_repeats(path: Path, digest: str, values: dict[str, np.ndarray]) -> 
 
 def _distinct(path: Path, places: Sequence[int], loss: np.ndarray, seeds: np.ndarray | None) -> tuple[list[int], int]:
     """Return the rows of one run and decay that are of different seeds, and how many others repeat one of these."""
-    found: dict[float, int] = {}
+    by_seed: dict[float, int] = {}
     for place in places:
         seed = 0.0 if seeds is None else float(seeds[place])
-        if seed not in found:
-            found[seed] = place
+        if seed not in by_seed:
+            by_seed[seed] = place
             continue
-        first = found[seed]
+        first = by_seed[seed]
         same = math.isclose(loss[first], loss[place], rel_tol=SAME_LOSS)
         if not (same or (math.isnan(loss[first]) and math.isnan(loss[place]))):
             lines = f"lines {_line(path, first)} and {_line(path, place)}"
@@ -346,4 +346,4 @@ def _distinct(path: Path, places: Sequence[int], loss: np.ndarray, seeds: np.nda
                 f"{path}, {lines} are one run with the losses {loss[first]:g} and {loss[place]:g}; name the column in which they "
                 "differ with --columns seed=COLUMN, or take one of them out"
             )
-    return list(found.values()), len(places) - len(found)
+    return list(by_seed.values()), len(places) - len(by_seed)

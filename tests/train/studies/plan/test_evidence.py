@@ -34,7 +34,7 @@ def test_the_page_is_made_of_the_evidence() -> None:
     ],
 )
 def test_the_best_evidence_that_applies_comes_first(name: str, tokens: float, kind: str) -> None:
-    every = evidence.found(CONFIGS[name], tokens)
+    every = evidence.candidates_for(CONFIGS[name], tokens)
     assert every[0].kind == kind
     assert every[0].applies
     assert all(other.doublings > find.FAR for other in every if not other.applies)
@@ -42,12 +42,12 @@ def test_the_best_evidence_that_applies_comes_first(name: str, tokens: float, ki
 
 @pytest.mark.parametrize("name", ["t5-base", "lm-30b-a3b"])
 def test_no_evidence_is_taken_from_another_kind_of_model(name: str) -> None:
-    assert evidence.found(CONFIGS[name], 1e10) == []
+    assert evidence.candidates_for(CONFIGS[name], 1e10) == []
 
 
 def test_the_law_is_the_one_that_was_stored() -> None:
     model = CONFIGS["gpt2-medium"]
-    law = next(other for other in evidence.found(model, 1e10) if other.kind == "published law")
+    law = next(other for other in evidence.candidates_for(model, 1e10) if other.kind == "published law")
     best = stored.load().best({"parameters": evidence.body_parameters(model), "tokens": 1e10})
     assert best.peak_lr is not None
     assert best.batch_sequences is not None
@@ -63,8 +63,8 @@ def test_the_command_trains_what_is_printed(name: str, tmp_path: Path, capsys: p
     output = " ".join(capsys.readouterr().out.split())
     content = json.loads(out.read_text())
     best = content["evidence"][0]
-    said = "no interval is known" if best["rate_interval"] is None else "90 %: "
-    assert f"a peak rate of {best['peak_lr']:.3g} ({said}" in output
+    interval = "no interval is known" if best["rate_interval"] is None else "90 %: "
+    assert f"a peak rate of {best['peak_lr']:.3g} ({interval}" in output
     _, _, name_of_recipe, *flags = shlex.split(content["command"])
     config = parse(name_of_recipe, recipe(name_of_recipe), flags).config
     assert config.optimizer.peak_lr == pytest.approx(best["peak_lr"], rel=0.01)
