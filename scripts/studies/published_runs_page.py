@@ -232,7 +232,8 @@ def _source(result: dict[str, Any]) -> list[str]:
         "",
         f"{result['table']['rows']:,} rows of the public grid of Step Law (2503.04715), sha256 `{result['table']['sha256']}`. The file has no "
         "licence, so it is not part of mupax. Step Law's own exponents were fitted to these runs; they stand above as a rival and are no "
-        "prior here. Commands: `python -m scripts.studies.published_runs forecast TABLE.csv` (or `law`, `study`), then `python -m scripts.studies.published_runs_page`.",
+        "prior here. Commands: `python -m scripts.studies.published_runs forecast TABLE.csv` (or `law`, `study`), then "
+        "`python -m scripts.studies.published_runs_page`.",
     ]
 
 
