@@ -2,6 +2,10 @@
 
 `rates.readout` 4 is four times the learning rate in every size. A group is named as `mupax presets table` shows it; a role of
 matrices will do: `query` is `block.query`. The pull lr*wd is scaled by `decays` alone: a rate does not change it.
+`tied_readout` is a readout that shares the embedding's table, beside `readout`; `all` is every group.
+
+A published source may scale a number by another power of a size than the preset does. `stds.mlp_out^layers` -0.5 is a further
+factor (layers / layers of the base)^-0.5; at the base it is 1.
 """
 
 from __future__ import annotations
@@ -11,20 +15,26 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mupax.presets.roles import BIASES, VECTORS, ParamSpec, PresetError, Role
-from mupax.presets.rule import names
+from mupax.presets.roles import AXES, BIASES, VECTORS, ParamSpec, PresetError, Role
+from mupax.presets.rule import EVERY, TIED, names, parts
 
 COLUMNS = {
     "rates": "learning rate",
     "stds": "initial standard deviation; of a gain, its value",
     "multipliers": "forward multiplier",
     "decays": "weight decay",
+    "eps": "Adam's eps",
 }
-"""Word before the dot, and what it scales. A decay may be 0, which turns it off."""
+"""Word before the dot, and what it scales. A decay may be 0, which turns it off, and a deviation, which starts matrices at 0."""
+_MAY_BE_ZERO = ("decays", "stds")
 
 _VECTORS = [f"{of.value}.{role.value}" for of in Role for role in Role if role in VECTORS]
 _WHERE = ("", "block.", "encoder.", "encoder.block.", "block.cross.")
-GROUPS = tuple(f"{where}{name}" for where in _WHERE for name in (*(role.value for role in Role), *_VECTORS))
+GROUPS = (
+    *(f"{where}{name}" for where in _WHERE for name in (*(role.value for role in Role), *_VECTORS)),
+    TIED,
+    EVERY,
+)
 """Every name that a group can have."""
 
 
@@ -46,7 +56,7 @@ def read(constants: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, float]
 
 
 def _number(name: str, value: Any) -> float:
-    column, _, group = name.partition(".")
+    column, group, axis = parts(name)
     if column not in COLUMNS:
         owner, _, last = name.rpartition(".")
         turned = [f"{last}.{owner}"] if last in COLUMNS else [f"{word}.{group}" for word in COLUMNS]
@@ -57,10 +67,30 @@ def _number(name: str, value: Any) -> float:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = math.nan
-    if not (1e-30 <= number <= 1e30 or (number == 0 and column == "decays")):  # as float32 has them
-        zero = "0, or " if column == "decays" else ""
+    if axis:
+        if axis not in AXES:
+            raise PresetError(f"{name}: no logical axis is named {axis!r}; {_nearest(axis, AXES)}")
+        if not math.isfinite(number):
+            raise PresetError(f"{name}={value}: write an exponent, such as {name}=-0.5")
+        return number
+    if not (1e-30 <= number <= 1e30 or (number == 0 and column in _MAY_BE_ZERO)):  # as float32 has them
+        zero = "0, or " if column in _MAY_BE_ZERO else ""
         raise PresetError(f"{name}={value}: write {zero}a number from 1e-30 to 1e30, such as {name}=2")
     return number
+
+
+def means_something(constant: str, specs: Iterable[ParamSpec]) -> bool:
+    """Return whether a constant's group is one of a model's, with a number of its own for that column.
+
+    Args:
+        constant: its name.
+        specs: of the model, with that of a tied readout.
+    """
+    try:
+        check({constant: 1.0}, specs, "")
+    except PresetError:
+        return False
+    return True
 
 
 def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: str) -> None:
@@ -77,11 +107,14 @@ def check(constants: Mapping[str, float], specs: Iterable[ParamSpec], preset: st
     groups = {spec.group: spec for spec in specs}
     by_name = {name: spec for spec in groups.values() for name in names(spec)}
     for constant in constants:
-        column, _, group = constant.partition(".")
+        column, group, _ = parts(constant)
+        if group == EVERY:
+            continue
         if (spec := by_name.get(group)) is None:
             raise PresetError(f"{constant}: the model has no parameters {group!r}; {_nearest(group, groups)}")
-        if group != spec.group and f"{column}.{spec.group}" in constants:
-            raise PresetError(f"{constant} and {column}.{spec.group} name one group; write one of them")
+        other = f"{column}.{spec.group}{constant.removeprefix(f'{column}.{group}')}"
+        if group not in (spec.group, TIED) and other in constants:
+            raise PresetError(f"{constant} and {other} name one group; write one of them")
         why = None
         if spec.tied and column != "multipliers":
             why = f"a tied readout has only a multiplier of its own; write {column}.{Role.TOKEN_EMBEDDING.value}"

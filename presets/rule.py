@@ -282,14 +282,15 @@ class Rule:
             spec: the parameter's declaration.
             constants: COLUMN.GROUP to a factor.
         """
-        by = {column: constant(column, spec, constants) for column in ("rates", "stds", "multipliers", "decays")}
-        if set(by.values()) == {1.0}:
+        columns = ("rates", "stds", "multipliers", "decays", "eps")
+        by = {column: constant_power(column, spec, constants) for column in columns}
+        if set(by.values()) == {ONE}:
             return self
         return dataclasses.replace(
-            self.times(sgd=by["rates"], adam=by["rates"]),
+            self.times(sgd=by["rates"], adam=by["rates"], eps=by["eps"]),
             multiplier=self.multiplier * by["multipliers"],
             init_std=self.init_std * by["stds"],
-            decays=self.decays and by["decays"] > 0,
+            decays=self.decays and by["decays"].coefficient > 0,
             decay=self.decay * by["decays"],
         )
 
@@ -324,9 +325,43 @@ def constant(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> fl
     return math.prod(constants.get(f"{column}.{name}", 1.0) for name in names(spec))
 
 
+def constant_power(column: str, spec: ParamSpec, constants: Mapping[str, float]) -> Power:
+    """Return what the constants multiply one of the spec's columns by, as a power law in the sizes.
+
+    Args:
+        column: one of `mupax.presets.constants.COLUMNS`.
+        spec: the parameter's declaration.
+        constants: COLUMN.GROUP to a factor, COLUMN.GROUP^AXIS to an exponent.
+    """
+    law = Power(constant(column, spec, constants))
+    if not any("^" in name for name in constants):
+        return law
+    for name in sorted(names(spec)):
+        prefix = f"{column}.{name}^"
+        for key, exponent in constants.items():
+            if key.startswith(prefix):
+                law = law * axis(key.removeprefix(prefix)) ** exponent
+    return law
+
+
+TIED = "tied_readout"
+"""Constants' name of a readout that shares the embedding's table. Its multiplier has the base's fan-in, one with a table has not."""
+EVERY = "all"
+"""Constants' name of every group."""
+
+
+def parts(constant: str) -> tuple[str, str, str]:
+    """Return column, group and axis of a constant's name; the axis is empty where the constant is a factor."""
+    column, _, group = constant.partition(".")
+    group, _, axis_name = group.partition("^")
+    return column, group, axis_name
+
+
 def names(spec: ParamSpec) -> set[str]:
     """What constants call the spec's group; of a matrix its role will do."""
-    return {spec.group} if spec.role in VECTORS else {spec.group, spec.role.value}
+    if spec.tied:
+        return {spec.group, TIED, EVERY}
+    return {spec.group, EVERY} if spec.role in VECTORS else {spec.group, spec.role.value, EVERY}
 
 
 def theta(rule: Rule, spec: ParamSpec, form: Form) -> Power:

@@ -50,7 +50,10 @@ LEAVES: dict[str, tuple[str, ...]] = {
     "train/studies/transfer": ("train/studies", "train/studies/sweep", "presets/tuned"),
     "train/studies/forecast": ("train/studies", "train/studies/transfer", "train/studies/sweep"),
     "train/studies/tune": ("train/studies", "train/studies/transfer", "train/studies/sweep"),
+    "train/studies/tables": (),
     "train/studies/plan": (
+        "train/studies/tables",
+        "presets/tuned",
         "train/studies/forecast",
         "train/studies/transfer",
         "train/studies/sweep",
@@ -82,6 +85,7 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "train/data/assets.py": ("train/data/text",),
     "train/data/named_sets.py": ("train/data/sources",),
     "train/data/show.py": ("train/data/text",),
+    "train/run/dry_run.py": ("presets/tuned",),
     "train/run/report/finish.py": ("train/reuse/generate", "train/run/report/mirrors"),
     "train/run/report/metrics.py": ("train/run/report/mirrors",),
     "train/run/runtime.py": ("train/reuse/start", "train/run/report/mirrors", "train/run/restart"),

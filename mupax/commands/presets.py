@@ -203,7 +203,8 @@ class Tuned:
     """Presets whose base, constants and optimizer a study found best: the rate, what it was found on, how it transfers.
 
     `mupax train RECIPE --preset PRESET:NAME` uses one. The list has those that come with mupax, those in the folder
-    `tuned` here, and those in ~/.config/mupax/tuned, each with its origin.
+    `tuned` here, and those in ~/.config/mupax/tuned, each with its origin: first those that were measured here, then those
+    whose numbers others have published.
     """
 
     name: Annotated[conf.Positional[str | None], conf.arg(metavar="PRESET:NAME")] = None
@@ -232,7 +233,12 @@ class Tuned:
         if self.json:
             print_json([{**dataclasses.asdict(tuned), "path": str(path)} for tuned, path in listed])
         elif listed:
-            print(terminal.table([[tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in listed]))
+            measured = [entry for entry in listed if not entry[0].is_published]
+            published = [entry for entry in listed if entry[0].is_published]
+            for head, group in (("measured here", measured), ("published, and not measured here", published)):
+                if group:
+                    rows = [[tuned.use, find.origin(path), find.summary(tuned)] for tuned, path in group]
+                    print(f"{head}\n{terminal.table(rows)}\n")
         else:
             terminal.say("no preset is tuned yet; `mupax transfer ... --save-tuned NAME` makes one")
         return 2 if unread else 0

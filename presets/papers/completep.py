@@ -46,17 +46,18 @@ def completep(
     eps_scope: str = "blocks",
     decay: str | None = None,
     beta0: float = 1.0,
+    c_a: float = 1.0,
 ) -> Preset:
     """CompleteP: muP with branches 1/L and every block learning at every depth; its own weight decay and eps.
 
     Args:
-        alpha_l, alpha_a, beta0: as in `mupax.presets.papers.infinite_limits`.
+        alpha_l, alpha_a, beta0, c_a: as in `mupax.presets.papers.infinite_limits`.
         eps_scope: which groups' eps shrinks with width and depth, a choice of `CHOICES`.
         decay: of block matrices: `table` is the source's own, `rate` keeps lr*wd fixed; None is `table`.
     """
     if decay not in (None, "table", "rate"):
         raise PresetError(f"completep: decay={decay} is not a choice; write table or rate")
-    family = infinite_limits("completep", Constants(alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0))
+    family = infinite_limits("completep", Constants(alpha_a=alpha_a, alpha_l=alpha_l, beta0=beta0, c_a=c_a))
 
     def rule(spec: ParamSpec) -> Rule:
         row = family.rule(spec)
@@ -66,7 +67,9 @@ def completep(
         return row
 
     powers = changed(alpha_a=(alpha_a, 1.0), alpha_l=(alpha_l, 1.0))
-    constants = powers | changed(eps_scope=(eps_scope, "blocks"), decay=(decay, None), beta0=(beta0, 1.0))
+    constants = powers | changed(
+        eps_scope=(eps_scope, "blocks"), decay=(decay, None), beta0=(beta0, 1.0), c_a=(c_a, 1.0)
+    )
     drifts = decay != "rate" and alpha_l < 1
     drift = f"lr*wd of block matrices goes as layers^{alpha_l - 1:g} (completep's own table); decay=rate keeps it fixed"
     vanishing = {**family.vanishing, **{f"eps/{group}": power for group, power in _UNSCALED[eps_scope].items()}}

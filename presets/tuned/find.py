@@ -1,5 +1,7 @@
 """Tuned presets: a preset with the base, constants and optimizer that a study found best, and the study's evidence.
 
+The study is one of this project or of its user, or others have published it (`mupax.presets.tuned.published`).
+
 A file PRESET.NAME.json that comes with mupax, or lies in the folder `tuned` where the command runs or in the user's own
 folder (`user_folder`); `--preset PRESET:NAME` uses it, and PRESET:PATH.json takes any file.
 `mupax transfer ... --save-tuned NAME` writes one.
@@ -18,10 +20,12 @@ from mupax import disk, spellings, terminal
 from mupax.disk import user_folder as settings_folder
 from mupax.presets.roles import PresetError
 from mupax.presets.rule import Form
-from mupax.presets.tuned import schema
+from mupax.presets.tuned import published, schema
 from mupax.presets.tuned.judgement import Verdict, judge
 
 FOLDER = Path(__file__).parent
+PUBLISHED = FOLDER / "published"
+"""Tuned presets that come with mupax and whose numbers others have published."""
 OWN_FOLDER = Path("tuned")
 """Where a user's own are written and looked for, relative to where the command runs."""
 MOVED = {
@@ -66,6 +70,11 @@ class Tuned:
         """What `--preset` takes."""
         return f"{self.preset}:{self.name}"
 
+    @property
+    def is_published(self) -> bool:
+        """Whether others have published the numbers, and nothing of it was measured here."""
+        return "evidence" in self.provenance
+
     def distance(self, sizes: Mapping[str, int]) -> dict[str, float]:
         """Doublings from the nearest studied size, per axis beyond them; negative where the model is smaller."""
         doublings = {}
@@ -77,7 +86,12 @@ class Tuned:
 
     @property
     def evidence(self) -> str:
-        """The verdict of its study on all axes together: `drifts` before `undecided` before `transfers`; else `one size`."""
+        """The verdict of its study on all axes together: `drifts` before `undecided` before `transfers`; else `one size`.
+
+        `published` where others have published it.
+        """
+        if self.is_published:
+            return "published"
         verdicts = {_verdict(grown) for grown in self.provenance["transfer"]}
         for verdict in ("drifts", "undecided", "transfers"):
             if verdict in verdicts:
@@ -93,7 +107,7 @@ def user_folder() -> Path:
 def files() -> dict[str, Path]:
     """Return PRESET:NAME to file. Of equal names mupax's own comes first, then the project's, then the user's."""
     paths: dict[str, Path] = {}
-    for folder in (user_folder(), OWN_FOLDER, FOLDER):  # a later one replaces
+    for folder in (user_folder(), OWN_FOLDER, PUBLISHED, FOLDER):  # a later one replaces
         for path in folder.glob("*.json"):
             if "." in path.stem and not path.name.startswith("."):
                 paths[path.stem.replace(".", ":", 1)] = path
@@ -102,7 +116,7 @@ def files() -> dict[str, Path]:
 
 def origin(path: Path) -> str:
     """Return where the file of a tuned preset comes from, in words."""
-    if path.parent == FOLDER:
+    if path.parent in (FOLDER, PUBLISHED):
         return "mupax"
     return f"user, {path}" if path.parent == user_folder() else f"project, {path}"
 
@@ -176,6 +190,8 @@ def check_name(name: str) -> None:
 
 def summary(tuned: Tuned) -> str:
     """One line: the rate, what it was found on, and how it transferred."""
+    if tuned.is_published:
+        return published.summary(tuned)
     study, optimizer = tuned.provenance, tuned.optimizer
     evidence = "; ".join(f"{grown['axis']} {verdict(grown)}" for grown in study["transfer"]) or "one size"
     run = f"{optimizer['name']} {optimizer['peak_lr']:.3g} on {study['data']}, {study['seen']:,} {study['unit']}s"
@@ -184,6 +200,8 @@ def summary(tuned: Tuned) -> str:
 
 def described(tuned: Tuned) -> str:
     """Everything about one, in lines no wider than the terminal."""
+    if tuned.is_published:
+        return published.described(tuned)
     study, curve = tuned.provenance, zip(tuned.provenance["log2_lr"], tuned.provenance["loss"], strict=True)
     optimum = study["log2_optimum"]
     points = ", ".join(f"2^{x:g} {'diverged' if y is None else f'{y:.4f}'}" for x, y in curve)

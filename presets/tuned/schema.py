@@ -134,6 +134,53 @@ _SCHEMA: dict[str, Any] = {
 _OPTIONAL = ("search", "judged")
 """Entries that a file may leave out."""
 
+_NUMBERS: Check = (
+    lambda v: isinstance(v, dict) and all(_or_null(_AT_LEAST)[0](v.get(column)) for column in _COLUMNS) and len(v) == 5,
+    "std, lr, wd, eps and multiplier, each a number of at least 0, or null",
+)
+_COLUMNS = ("std", "lr", "wd", "eps", "multiplier")
+_PUBLISHED: dict[str, Any] = {
+    **_SCHEMA,
+    "provenance": {
+        "evidence": _one_of("published"),
+        "status": _one_of("verified", "reported"),
+        "source": {
+            "name": _TEXT,
+            "repository": _TEXT,
+            "commit": (
+                lambda v: isinstance(v, str) and bool(re.fullmatch(r"[0-9a-f]{40}", v)),
+                "a commit of 40 digits",
+            ),
+            "files": [_TEXT],
+        },
+        "data": _TEXT,
+        "unit": _one_of("token", "image"),
+        "seen": _or_null(_COUNT),
+        "steps": _or_null(_COUNT),
+        "batch": _or_null(_COUNT),
+        "sizes": [_SIZES],
+        "tables": [
+            {
+                "model": _TEXT,
+                "where": _TEXT,
+                "sizes": _SIZES,
+                "logits": _ABOVE,
+                "branch": _ABOVE,
+                "tied_readout": _or_null(_ABOVE),
+                "groups": (
+                    lambda v: isinstance(v, dict) and bool(v) and all(map(_NUMBERS[0], v.values())),
+                    f"groups, each with {_NUMBERS[1]}",
+                ),
+            }
+        ],
+        "differs": [_TEXT],
+        "unknown": [_TEXT],
+        "date": _SCHEMA["provenance"]["date"],
+    },
+}
+"""Entries of a preset whose numbers others have published. Of the optimizer it has what the source says."""
+_PUBLISHED_OPTIONAL = tuple(name for name in _SCHEMA["optimizer"] if name not in ("name", "peak_lr"))
+
 
 def checked(contents: Any) -> dict[str, Any]:
     """A file's contents, as JSON has them, where they are a tuned preset's.
@@ -141,16 +188,28 @@ def checked(contents: Any) -> dict[str, Any]:
     Raises:
         PresetError: an entry is missing, unknown or not what it must be; names the entry and says what it must be.
     """
-    _check("", contents, _SCHEMA)
+    is_published = is_of_others(contents)
+    if is_published:
+        _check("", contents, _PUBLISHED, _PUBLISHED_OPTIONAL)
+    else:
+        _check("", contents, _SCHEMA, _OPTIONAL)
     make(contents["preset"], contents["constants"])
     study = contents["provenance"]
     if not study["sizes"]:
         raise PresetError("provenance.sizes is []; it must be a list of the sizes of every model")
+    if is_published:
+        return contents
     if len(study["loss"]) != (points := len(study["log2_lr"])):
         raise PresetError(
             f"provenance.loss has {len(study['loss'])} entries; it must be as many as log2_lr, which has {points}"
         )
     return contents
+
+
+def is_of_others(contents: Any) -> bool:
+    """Return whether a file's contents say that others have published them."""
+    study = contents.get("provenance") if isinstance(contents, dict) else None
+    return isinstance(study, dict) and study.get("evidence") == "published"
 
 
 def load(path: str | Path, parse: Callable[[Any], T], missing: str) -> T:
@@ -187,15 +246,15 @@ def same_keys(where: str, keys: Iterable[str], names: Collection[str]) -> None:
         raise PresetError(f"{where} must have {', '.join(names)}; missing {missing}, unknown {unknown}")
 
 
-def _check(where: str, value: Any, schema: Any) -> None:
+def _check(where: str, value: Any, schema: Any, optional: Collection[str]) -> None:
     fits, kind = _OBJECT if isinstance(schema, dict) else _LIST if isinstance(schema, list) else schema
     if not fits(value):
         raise PresetError(f"{where or 'the file'} is {value!r:.60}; it must be {kind}")
     if isinstance(schema, list):
         for entry in value:
-            _check(where, entry, schema[0])
+            _check(where, entry, schema[0], optional)
     elif isinstance(schema, dict):
-        schema = {name: inner for name, inner in schema.items() if name in value or name not in _OPTIONAL}
+        schema = {name: inner for name, inner in schema.items() if name in value or name not in optional}
         same_keys(where or "the file", value, schema)
         for name, inner in schema.items():
-            _check(f"{where}.{name}".strip("."), value[name], inner)
+            _check(f"{where}.{name}".strip("."), value[name], inner, optional)

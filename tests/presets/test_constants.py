@@ -75,6 +75,25 @@ def test_constants_are_the_same_factors_in_every_form(form: Any):
             assert other[column] == pytest.approx(value * EXPECTED.get(spec.group, {}).get(column, 1.0)), spec.group
 
 
+def test_an_exponent_is_1_at_the_base_and_a_power_of_the_axis_elsewhere():
+    constants = {"rates.readout^embed": -0.5, "stds.mlp_out^layers": -0.5, "eps.all^embed": 1.0, "eps.key": 3.0}
+    plain, tuned = relative("sp"), relative("sp", **constants)
+    for spec in BASE.parameters().values():
+        for sizes, wide, deep in ((SIZES[0], 1.0, 1.0), (SIZES[1], 4.0, 3.0)):
+            one, other = (dataclasses.asdict(p.scales(spec, sizes)) for p in (plain, tuned))
+            factors = {"eps": wide * (3.0 if spec.group == "block.key" else 1.0)}
+            if spec.group == "readout":
+                factors |= {"lr": wide**-0.5, "weight_decay": wide**0.5}
+            if spec.group == "block.mlp_out":
+                factors |= {"init_std": deep**-0.5}
+            assert other == pytest.approx({c: x * factors.get(c, 1.0) for c, x in one.items()}), spec.group
+
+
+def test_a_deviation_may_be_0():
+    mlp_out = BASE.parameters()["block.mlp.down"]
+    assert relative("mup", **{"stds.mlp_out": 0}).scales(mlp_out, SIZES[1]).init_std == 0
+
+
 def test_every_group_of_every_model_is_a_name():
     for model in (*CONFIGS.values(), BASE):
         assert {spec.group for spec in model.parameters().values()} <= set(GROUPS)
@@ -87,10 +106,12 @@ def test_every_group_of_every_model_is_a_name():
         ({"rate.readout": 4}, r"no constant is named 'rate\.readout'; did you mean 'rates\.readout'\?"),
         ({"readout.rates": 4}, r"no constant is named 'readout\.rates'; did you mean 'rates\.readout'\?"),
         ({"rates.readout": 0}, r"rates\.readout=0: write a number from 1e-30 to 1e30, such as"),
+        ({"rates.readout^width": 1}, r"rates\.readout\^width: no logical axis is named 'width'"),
+        ({"rates.readout^embed": "wide"}, r"rates\.readout\^embed=wide: write an exponent"),
         ({"decays.readout": -1}, r"decays\.readout=-1: write 0, or a number from 1e-30 to 1e30"),
         ({"rates.readout": 1e300}, r"rates\.readout=1e\+300: write a number from 1e-30 to 1e30"),
         ({"rates.readout": "nan"}, r"rates\.readout=nan: write a number"),
-        ({"stds.readout": "big"}, r"stds\.readout=big: write a number"),
+        ({"stds.readout": "big"}, r"stds\.readout=big: write 0, or a number"),
         ({"rates": 4}, r"mup takes alpha_a, .*, not rates"),
         ({"zero_readout": True, "stds": {"readout": 2}}, r"stds\.readout changes nothing: the readout starts at zero"),
     ],

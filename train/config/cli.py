@@ -98,6 +98,9 @@ class Command:
     decay_timescale: Annotated[float | None, conf.arg(aliases=("--optimizer.decay-timescale",), metavar="TAU")] = None
     """optimizer.weight_decay as the share of the run that decayed weights average over; under --joint of the base's run."""
 
+    tuned: conf.Suppress[conf.Fixed[str | None]] = None
+    """The tuned preset that the words name."""
+
     def __post_init__(self) -> None:
         at_least("", self, 0, "restart")
 
@@ -144,6 +147,10 @@ def parse(
         listing = flag_help(argv, list(command_line.flag_fields(start)), prog)
     command, rest = command_line.parse_known(Command, prog, argv, start, inspect.getdoc(recipe), listing)
     command_line.refuse(rest, [*command_line.flags(start), *more_flags], prog, "--help all")
+    if preset:
+        from mupax.train.config import tuned
+
+        command = dataclasses.replace(command, config=tuned.fitted(command.config, preset), tuned=preset.use)
     if command.config.preset.joint != "none":
         from mupax.train.config import tuned
 

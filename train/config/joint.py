@@ -176,7 +176,7 @@ def amount(flag: str, text: str) -> float:
     Raises:
         ConfigError: anything else.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\+?\d+)?)([kmbt]?)", text.strip().lower())
     if match is None or not float(match[1]):
         raise ConfigError(f"{flag} is {text}; write a number such as 10b, 300m or 2e9")
     return float(match[1]) * {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}[match[2]]

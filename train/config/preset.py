@@ -144,8 +144,25 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
         from mupax.presets.constants import check
 
         tied = [model.tied_readout] if model.tied_readout else []
-        check(preset.constants, [*model.parameters().values(), *tied], preset.name)
+        specs = [*model.parameters().values(), *tied]
+        if ":" in config.name and config.name.partition(":")[0] in presets.PRESETS:
+            preset = _without_idle_constants(preset, config, specs)
+        check(preset.constants, specs, preset.name)
     return preset
+
+
+def _without_idle_constants(
+    preset: presets.Preset, config: PresetConfig, specs: Sequence[presets.ParamSpec]
+) -> presets.Preset:
+    """Return a tuned preset without the constants of its file that the model has no parameters for.
+
+    A published table is of the source's models. Constants that the flags name stay, and are refused where they mean nothing.
+    """
+    from mupax.presets.constants import means_something
+
+    named = {text.partition("=")[0] for text in config.constants}
+    kept = {n: x for n, x in preset.constants.items() if n in named or means_something(n, specs)}
+    return dataclasses.replace(preset, constants=kept)
 
 
 def _with_experts_of(model: ModelConfig, named: ModelConfig) -> ModelConfig:

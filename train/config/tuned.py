@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mupax import terminal
-from mupax.presets.constants import read
+from mupax.presets.constants import means_something, read
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.papers import CONSTANT_FLAGS, PRESETS
 from mupax.train.config.preset import base_parts, base_text
@@ -75,9 +75,30 @@ def applied(config: Config, argv: Sequence[str], steps: str | None) -> tuple[Con
     )
     total = int(steps) if steps and steps.isascii() and steps.isdigit() else config.steps
     numbers = dict(study.optimizer)
-    warmup_steps = round(numbers.pop("warmup_fraction") * total)
-    optimizer = dataclasses.replace(config.optimizer, **numbers, warmup_steps=warmup_steps, decay_steps=None)
+    if "warmup_fraction" in numbers:  # a published source may leave it open
+        numbers["warmup_steps"] = round(numbers.pop("warmup_fraction") * total)
+    optimizer = dataclasses.replace(config.optimizer, **numbers, decay_steps=None)
     return dataclasses.replace(config, preset=preset, optimizer=optimizer), words, study
+
+
+def fitted(config: Config, study: Tuned) -> Config:
+    """Return the config without those constants of a published preset that its model has no parameters for.
+
+    A published table is of the source's models, and a run may have another: rotary positions, or a readout of its own. Constants
+    that the command line names stay, and are refused where they mean nothing.
+    """
+    if not study.is_published:
+        return config
+    _, groups = read(study.constants)
+    model = config.model
+    tied = [model.tied_readout] if model.tied_readout else []
+    specs = [*model.parameters().values(), *tied]
+    kept = []
+    for text in config.preset.constants:
+        name = text.partition("=")[0]
+        if name not in groups or text != f"{name}={groups[name]}" or means_something(name, specs):
+            kept.append(text)
+    return dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=tuple(kept)))
 
 
 def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,8 +160,11 @@ def check(study: Tuned, config: Config) -> None:
             f"{study.use} is tuned for {own}, and its rate means nothing to {name}; leave --optimizer.name out, "
             f"or write --preset {study.preset} and tune {name}"
         )
+    from mupax.presets.tuned import published
     from mupax.presets.tuned.find import FAR
 
+    if study.is_published:
+        terminal.note(published.rests_on(study))
     distance = study.distance(config.model.base_sizes())
     far = {axis: doublings for axis, doublings in distance.items() if abs(doublings) > FAR}
     if far:
@@ -172,6 +196,11 @@ def with_run_base(config: Config, start: Config, study: Tuned | None) -> Config:
     batch, steps, tokens = start.data.batch_size, start.steps, start.steps * start.data.batch_size * start.model.units
     if study:
         batch, steps, tokens = (study.provenance[field] for field in ("batch", "steps", "seen"))
+        if None in (batch, steps, tokens):
+            raise ConfigError(
+                f"--joint {config.preset.joint}: {study.use} does not say the batch and tokens of its runs; "
+                "write them, as --preset.base MODEL,batch=N,tokens=N"
+            )
     of_this_length, rest = divmod(tokens // steps, config.model.units)
     if rest and "batch" not in sizes:
         raise ConfigError(

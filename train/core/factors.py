@@ -17,7 +17,7 @@ import optax
 from mupax.presets import Decay, ParamSpec, Preset, PresetError, Role, Scales
 from mupax.presets.optimizers import OPTIMIZERS
 from mupax.presets.roles import EMBEDDINGS, OWN
-from mupax.presets.rule import Number, constant
+from mupax.presets.rule import Number, constant_power
 from mupax.train.config.run import OptimizerConfig
 from mupax.train.core.optimizer import OptimizerHyperparams
 from mupax.zoo.definition import SHARED_INIT, Definition
@@ -167,7 +167,8 @@ def check_run(preset: Preset, definition: Definition, factors: Factors, config: 
         return
     for name, decay in factors.weight_decay.items():
         pull = decay * factors.lr[name] if config.decay == "coupled" else decay
-        pull = pull / (constant("decays", definition.specs[name], preset.constants) or 1.0)
+        named = constant_power("decays", definition.specs[name], preset.constants)
+        pull = pull / (named(preset.ratios(definition.sizes)) or 1.0)
         worst = float(pull.flat[np.argmax(np.abs(pull - 1))])
         if decay.any() and abs(worst - 1) > TOLERANCE:
             how = "give its rule a decay that keeps it"

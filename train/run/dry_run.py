@@ -113,8 +113,12 @@ def _saved(checkpoints: Checkpoints, step: int, part: int) -> float:
     return time.monotonic() - began
 
 
-def run(config: Config) -> int:
+def run(config: Config, tuned_use: str | None = None) -> int:
     """Print the run's shapes, its preset's table, its cost and its memory; returns the exit code 0.
+
+    Args:
+        config: of the run.
+        tuned_use: the tuned preset that it names; of a published one the table is shown beside the source's, too.
 
     Raises:
         ConfigError, PresetError, MeshError, MupaxError: what does not fit or is not installed, as the run itself would say.
@@ -124,6 +128,8 @@ def run(config: Config) -> int:
     if config.recipe:
         terminal.say(f"{config.recipe}: {program.preset.describe()}")
     print(_parameters(program))
+    if tuned_use is not None:
+        _print_beside_source(program, tuned_use)
     cautions = program.preset.cautions(program.definition.sizes, program.config.optimizer.name)
     if config.preset.joint != "none":
         terminal.say(f"{joint.described(config)}\n")
@@ -153,6 +159,34 @@ def _parameters(program: Program) -> str:
         cells = [*map(_number, numbers), *([] if name in program.trained else ["frozen", "", ""])]
         rows.append([name, shape, *cells])
     return f"{title}\n{terminal.table(rows, left=('name', 'shape'))}\n"
+
+
+def _print_beside_source(program: Program, tuned_use: str) -> None:
+    """Print the numbers of every group beside those of the nearest model of a published source."""
+    from mupax.presets.tuned import find, published
+
+    tuned = find.find(tuned_use)
+    if not tuned.is_published:
+        return
+    sizes = program.definition.sizes
+    table = published.nearest(tuned, sizes["embed"])
+    source = tuned.provenance["source"]["name"]
+    head = f"in absolute numbers, and in brackets those of {source}, {table['model']}: {table['where']}"
+    numbers = program.inputs.factors
+    optimizer = program.config.scaled_optimizer
+    groups = {
+        spec.group: {
+            "multiplier": float(numbers.multiplier[name].flat[0]),
+            "std": float(program.stds[name].flat[0]),
+            "lr": float(numbers.lr[name].flat[0]) * optimizer.peak_lr,
+            "eps": float(numbers.eps[name].flat[0]) * optimizer.eps,
+            "wd": float(numbers.weight_decay[name].flat[0]) * float(program.inputs.hyper.weight_decay),
+        }
+        for name, spec in program.definition.specs.items()
+        if name in program.trained
+    }
+    terminal.say(head)
+    print(f"{terminal.table(published.comparison(groups, table), left=('group',))}\n")
 
 
 def _number(number: np.ndarray) -> str:

@@ -220,7 +220,7 @@ def test_one_in_the_users_own_folder_is_found_from_any_project(
     assert "mup.broken.json" in err
     listed = {f"{entry['preset']}:{entry['name']}": entry["path"] for entry in json.loads(out)}
     assert listed["depth-mup:mine-v1"] == f"tuned/{FILE}"
-    assert len(listed) == 1 + len(list(tuned.FOLDER.glob("*.json")))
+    assert len(listed) == 1 + sum(len(list(folder.glob("*.json"))) for folder in (tuned.FOLDER, tuned.PUBLISHED))
     monkeypatch.delenv("XDG_CONFIG_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tuned.user_folder() == tmp_path / ".config" / "mupax" / "tuned"

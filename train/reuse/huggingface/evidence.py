@@ -16,7 +16,7 @@ from mupax.train.checkpoints import checkpointer
 from mupax.train.checkpoints.workdir import CHECKPOINTS
 from mupax.train.config.metrics import row_name, shown_everywhere
 from mupax.train.config.run import Config
-from mupax.train.config.tuned import applied
+from mupax.train.config.tuned import applied, fitted
 
 _ROWS = "metrics.jsonl"
 _STARTS = ("warmup_fraction",)
@@ -90,6 +90,7 @@ def study(config: Config) -> tuned.Tuned | None:
             continue
         if preset is None:
             continue
+        reference = fitted(reference, preset)
         same = dataclasses.replace(
             reference.preset,
             joint=config.preset.joint,
@@ -111,6 +112,8 @@ def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
         preset: the tuned preset.
         sizes: of the model, by axis.
     """
+    if preset.is_published:
+        return _of_publication(preset)
     of, optimum = preset.provenance, preset.provenance["log2_optimum"]
     kind, colon, path = of["data"].partition(":")
     data = f"{kind}:{path.rstrip('/').rpartition('/')[2]}" if colon else kind
@@ -123,4 +126,16 @@ def of_study(preset: tuned.Tuned, sizes: Mapping[str, int]) -> list[str]:
         *[f"- grown in {line}" for line in grown or ["nothing: one size"]],
         f"- study: {of['recipe']} on {data}, {of['steps']:,} steps of {of['batch']}, {of['seen']:,} {of['unit']}s a run, {of['date']}",
         f"- this model: {f'{far} doublings beyond the sizes studied' if far else 'within the sizes studied'}",
+    ]
+
+
+def _of_publication(preset: tuned.Tuned) -> list[str]:
+    """Return lines about a source whose numbers were published, and not measured here."""
+    of = preset.provenance
+    source = of["source"]
+    models = ", ".join(table["model"] for table in of["tables"])
+    return [
+        f"- evidence: published by others as {source['name']}, and not measured here ({of['status']})",
+        f"- source: {source['repository']} at {source['commit']}",
+        f"- its models: {models}, on {of['data']}",
     ]

@@ -106,9 +106,8 @@ def _training(source: WeightsSource) -> list[str]:
 def _tuned(source: WeightsSource) -> list[str]:
     if source.run is None or (study := evidence.study(source.run[0])) is None:
         return []
-    text = (
-        f"The numbers of {_inline(study.use)} (`mupax presets tuned {study.use}`), measured by a study of small models:"
-    )
+    origin = "as others have published them" if study.is_published else "measured by a study of small models"
+    text = f"The numbers of {_inline(study.use)} (`mupax presets tuned {study.use}`), {origin}:"
     return ["## Tuned preset", text, "\n".join(evidence.of_study(study, source.model.base_sizes()))]
 
 

@@ -28,6 +28,7 @@ from mupax.train.studies.forecast.points import Points
 from mupax.train.studies.plan import ranges
 from mupax.train.studies.report import Report, Section, Step, write_json
 from mupax.train.studies.sweep.grids import without_flags
+from mupax.train.studies.tables import command as tables_command
 from mupax.train.studies.transfer.planned import label_of
 from mupax.zoo import families
 from mupax.zoo.configs import CONFIGS, ConfigError
@@ -56,7 +57,8 @@ class Plan:
     tokens: Annotated[str | None, conf.arg(metavar="N")] = None
     """Tokens, or images, to see: 10b, 300m, 2e9; the recipe's own unless given. Warm-up stays the same fraction of the run."""
     studies: Annotated[Repeated, conf.arg(aliases=("--from",), metavar="FOLDER")] = ()
-    """A folder of `mupax transfer` or `sweep`; may come several times. Without one the recipe's numbers stay."""
+    """A folder of `mupax transfer` or `sweep`, which may come several times, or a table of anybody's runs (CSV, JSONL). Without one the
+    recipe's numbers stay, and a model alone is planned by the best evidence that comes with mupax."""
     chips: Annotated[str | None, conf.arg(metavar="CHIP:AxB")] = None
     """v5e:16x16, v5p:4x4x4, ...; this machine unless given."""
     slices: Annotated[int, conf.arg(metavar="N")] = 1
@@ -412,12 +414,17 @@ def main(argv: Sequence[str]) -> int:
         from mupax.train.studies.plan import score
 
         return score.main(argv[1:])
+    if tables_command.asks_for_table(argv):
+        return tables_command.main(argv)
 
     args, rest = command_line.parse_known(Plan, PROG, with_name(cli.with_file_first(argv)))
     if args.chips:
         from mupax.train.pods import topology
 
         topology.chip_of(args.chips)  # refused before anything is read
+    model = _model_alone(args, rest)
+    if model is not None:
+        return _plan_from_evidence(model, args, rest)
     from mupax.train.studies.forecast import points
     from mupax.train.studies.plan import numbers
 
@@ -449,6 +456,28 @@ def main(argv: Sequence[str]) -> int:
         again = f"; `{PROG} score {shlex.quote(str(args.out))} WORKDIR` holds it against what came" if forecast else ""
         terminal.say(f"plan in {args.out}{again}")
     return 0 if costs.fits else 1
+
+
+def _model_alone(args: Plan, rest: Sequence[str]) -> str | None:
+    """Return the model of a command that names neither a recipe nor a study; None where it names one."""
+    name = args.recipe
+    is_model = name in CONFIGS and (name not in RECIPES or model_of(rest) == name)
+    return name if is_model and not args.studies else None
+
+
+def _plan_from_evidence(model: str, args: Plan, rest: Sequence[str]) -> int:
+    """Plan a model from the best evidence that applies."""
+    from mupax.train.studies.plan import evidence
+
+    words, _ = without_flags(rest, ("--model",))
+    if words:
+        raise ConfigError(
+            f"{words[0]} is of a recipe, and {model} is a model; write a recipe and --model {model}, or the study to plan from behind "
+            "--from"
+        )
+    if args.tokens is None:
+        raise ConfigError(f"say how long {model} will train: write --tokens N, as 10b")
+    return evidence.plan(model, joint.amount("--tokens", args.tokens), args.out)
 
 
 def _conclusion(recipe: str, config: Config, rows: Sequence[PlanRow], *, fits: bool) -> str:

@@ -1,0 +1,71 @@
+"""`mupax plan --model NAME --tokens N` without a study: the best evidence that applies, and its command."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mupax.__main__ import main
+from mupax.presets.tuned import find
+from mupax.train.config.cli import parse, recipe
+from mupax.train.studies.plan import evidence
+from mupax.train.studies.tables import stored
+from mupax.zoo.configs import CONFIGS
+from scripts.pages import which_settings
+
+
+def test_the_page_is_made_of_the_evidence() -> None:
+    assert which_settings.PAGE.read_text() == which_settings.page(), (
+        "write it again: python -m scripts.pages.which_settings"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "kind"),
+    [
+        ("lm-proxy", 4e5, "measured here"),
+        ("gpt2-medium", 1e10, "published law"),
+        ("lm-1b", 2e10, "published law"),
+        ("vit-s16", 1e8, "published constants"),
+        ("lm-8b", 1e12, "published constants"),
+    ],
+)
+def test_the_best_evidence_that_applies_comes_first(name: str, tokens: float, kind: str) -> None:
+    every = evidence.candidates_for(CONFIGS[name], tokens)
+    assert every[0].kind == kind
+    assert every[0].applies
+    assert all(other.doublings > find.FAR for other in every if not other.applies)
+
+
+@pytest.mark.parametrize("name", ["t5-base", "lm-30b-a3b"])
+def test_no_evidence_is_taken_from_another_kind_of_model(name: str) -> None:
+    assert evidence.candidates_for(CONFIGS[name], 1e10) == []
+
+
+def test_the_law_is_the_one_that_was_stored() -> None:
+    model = CONFIGS["gpt2-medium"]
+    law = next(other for other in evidence.candidates_for(model, 1e10) if other.kind == "published law")
+    best = stored.load().best({"parameters": evidence.body_parameters(model), "tokens": 1e10})
+    assert best.peak_lr is not None
+    assert best.batch_sequences is not None
+    assert law.peak_lr == best.peak_lr.value
+    assert law.batch == pytest.approx(best.batch_sequences.value * 2048 / model.units)
+    assert law.loss == best.loss
+
+
+@pytest.mark.parametrize("name", ["lm-proxy", "gpt2-medium", "vit-s16"])
+def test_the_command_trains_what_is_printed(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "plan.json"
+    assert main(["plan", "--model", name, "--tokens", "100m", "--out", str(out)]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    content = json.loads(out.read_text())
+    best = content["evidence"][0]
+    interval = "no interval is known" if best["rate_interval"] is None else "90 %: "
+    assert f"a peak rate of {best['peak_lr']:.3g} ({interval}" in output
+    _, _, name_of_recipe, *flags = shlex.split(content["command"])
+    config = parse(name_of_recipe, recipe(name_of_recipe), flags).config
+    assert config.optimizer.peak_lr == pytest.approx(best["peak_lr"], rel=0.01)
+    assert config.steps * config.data.batch_size * config.model.units == pytest.approx(1e8, rel=0.1)

@@ -1,0 +1,1 @@
+"""A law of runs that stand in a table, whoever trained them: `mupax plan --from TABLE.csv`."""
