@@ -459,10 +459,29 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _model_alone(args: Plan, rest: Sequence[str]) -> str | None:
-    """Return the model of a command that names neither a recipe nor a study; None where it names one."""
+    """Return the model of a command that names neither a recipe nor a study; None where it names one.
+
+    Some recipes have the name of their model: with `--model` and no flag of a recipe that is the model.
+    """
     name = args.recipe
-    is_model = name in CONFIGS and (name not in RECIPES or model_of(rest) == name)
-    return name if is_model and not args.studies else None
+    if args.studies or name not in CONFIGS:
+        return None
+    if name not in RECIPES:
+        return name
+    words, _ = without_flags(rest, ("--model",))
+    is_model = cli.value_of("--model", rest) == name and args.tokens is not None and not words and not _costs(args)
+    return name if is_model else None
+
+
+def _costs(args: Plan) -> list[str]:
+    """Return the flags of a plan that ask what a run costs."""
+    values = {
+        "--chips": args.chips,
+        "--price": args.price,
+        "--mfu": args.mfu,
+        "--tokens-per-second": args.tokens_per_second,
+    }
+    return [flag for flag, value in values.items() if value is not None]
 
 
 def _plan_from_evidence(model: str, args: Plan, rest: Sequence[str]) -> int:
@@ -470,10 +489,11 @@ def _plan_from_evidence(model: str, args: Plan, rest: Sequence[str]) -> int:
     from mupax.train.studies.plan import evidence
 
     words, _ = without_flags(rest, ("--model",))
+    words += _costs(args)
     if words:
         raise ConfigError(
-            f"{words[0]} is of a recipe, and {model} is a model; write a recipe and --model {model}, or the study to plan from behind "
-            "--from"
+            f"{words[0]} is of a recipe's run, and {model} is a model; write a recipe and --model {model}, or the study to plan from "
+            "behind --from"
         )
     if args.tokens is None:
         raise ConfigError(f"say how long {model} will train: write --tokens N, as 10b")

@@ -252,7 +252,7 @@ def command_for(name: str, model: ModelConfig, tokens: float, evidence: Evidence
         for recipe, config in configs.items()
         if type(config.model) is type(model) and _is_dense_decoder(config.model) == _is_dense_decoder(model)
     ]
-    recipe = min(alike, key=lambda other: abs(math.log(families.params(configs[other].model) / flops.params(model))))
+    recipe = min(alike, key=lambda other: abs(math.log(families.params(configs[other].model) / families.params(model))))
     words = ["mupax train", recipe, f"--model {name}", f"--preset {evidence.preset}"]
     if ":" not in evidence.preset:
         words.append(f"--optimizer.peak-lr {evidence.peak_lr:.3g}")

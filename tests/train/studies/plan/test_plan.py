@@ -316,7 +316,7 @@ def test_a_rate_that_is_asked_for_stays(folder: Path, tmp_path: Path, capsys: py
         (["lm-tny"], "no recipe is named 'lm-tny'"),
         (["gpt2-medium"], "say how long gpt2-medium will train: write --tokens N"),
         (["--model", "gpt2-medium"], "say how long gpt2-medium will train: write --tokens N"),
-        (["gpt2-medium", "--tokens", "1b", "--steps", "5"], "--steps is of a recipe, and gpt2-medium is a model"),
+        (["gpt2-medium", "--tokens", "1b", "--steps", "5"], "--steps is of a recipe's run, and gpt2-medium is a model"),
         (["t5-base", "--tokens", "1b"], "nothing is known of the learning rate of a model such as t5-base"),
         (["gpt2", "--model", "gpt2-medium"], "gpt2 and --model gpt2-medium are two models; write one of them"),
         (["lm-tiny", "--model", "gpt2-c4"], "lm-tiny and --model gpt2-c4: gpt2-c4 is a recipe; write one of them"),
