@@ -7,17 +7,17 @@ Evidence applies to models of its kind whose sizes are within `FAR` doublings of
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from mupax import disk, terminal
+from mupax import terminal
 from mupax.presets.roles import Role
 from mupax.presets.tuned import find
 from mupax.presets.tuned.find import FAR, Tuned
 from mupax.train.config.recipes import RECIPES
+from mupax.train.studies import report
 from mupax.train.studies.tables import stored
 from mupax.train.studies.tables.forecast import Interval
 from mupax.zoo import families
@@ -222,14 +222,10 @@ def plan(name: str, tokens: float, out: Path | None) -> int:
     unit = f"{model.unit}s"
     batch = "" if best.batch is None else f" and a batch of {best.batch:.0f}"
     ends = "no interval is known" if best.rate_interval is None else f"90 %: {_range(best.rate_interval, '{:.3g}')}"
-    terminal.say(
-        f"{name}, {tokens:.4g} {unit}: a peak rate of {best.peak_lr:.3g} ({ends}){batch} under {best.preset}, by {best.kind}: {best.source}"
-    )
-    print("run it with", terminal.command(command), sep="\n")
-    print(terminal.table(terminal.filled(rows(every)), indent=1))
-    terminal.say(
+    answer = f"{name}, {tokens:.4g} {unit}: a peak rate of {best.peak_lr:.3g} ({ends}){batch} under {best.preset}, by {best.kind}: {best.source}"
+    remarks = [
         "where one kind of evidence contradicts another, sweep a few rates between them on a smaller model (`mupax sweep`)"
-    )
+    ]
     if out is not None:
         content = {
             "format": "evidence plan 1",
@@ -238,9 +234,10 @@ def plan(name: str, tokens: float, out: Path | None) -> int:
             "command": command,
             "evidence": [dataclasses.asdict(evidence) for evidence in every],
         }
-        out.parent.mkdir(parents=True, exist_ok=True)
-        disk.write_whole(out, json.dumps(content, indent=1) + "\n")
-        terminal.say(f"plan in {out}")
+        report.write_json(out, content)
+        remarks.append(f"plan in {out}")
+    table = report.Section(terminal.filled(rows(every)))
+    report.Report([answer], [report.Step("Next: train it", command)], [table], remarks).show()
     return 0
 
 

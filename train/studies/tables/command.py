@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 from tyro import conf
 
-from mupax import command_line, disk, terminal
+from mupax import command_line, terminal
 from mupax.command_line import Repeated, UsageError
 from mupax.train.config import joint
+from mupax.train.studies import report
 from mupax.train.studies.tables import table as tables
 from mupax.train.studies.tables.forecast import Forecaster, Interval, Recommendation
 
@@ -75,8 +76,7 @@ def main(argv: Sequence[str]) -> int:
     forecaster = Forecaster.of_table(tables.read(path, options.columns))
     content = _content(forecaster, options, request)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        disk.write_whole(options.out, json.dumps(content, indent=1) + "\n")
+        report.write_json(options.out, content)
     if options.json:
         terminal.show(json.dumps(content, indent=1))
         return 0
@@ -219,45 +219,44 @@ def _print(content: dict[str, Any], options: TablePlan) -> None:
         settings.append(f"a batch of {best['batch_sequences']['value']:.0f} sequences")
     at = f" at {' and '.join(settings)}" if settings else ""
     loss = best["loss"]
-    terminal.say(f"{run}: the loss should be {loss['value']:.4f} [{loss['low']:.4f} to {loss['high']:.4f}]{at}")
+    answer = f"{run}: the loss should be {loss['value']:.4f} [{loss['low']:.4f} to {loss['high']:.4f}]{at}"
     rows = [("", "value", "90 % interval", "from")]
     source = f"law over {content['table']['used']} of {content['table']['rows']} runs of {content['table']['file']}"
     for axis, interval in content.get("optimal", {}).items():
-        rows.append(
-            (
-                f"best {axis}",
-                *_cells(interval, "{:,.4g}"),
-                f"lowest loss at {content['request']['flops']:.3g} FLOPs, 6 N D",
-            )
-        )
+        budget = f"lowest loss at {content['asked']['flops']:.3g} FLOPs, 6 N D"
+        rows.append((f"best {axis}", *_cells(interval, "{:,.4g}"), budget))
     for name, shown in (("peak_lr", "{:.3g}"), ("batch_sequences", "{:.0f}"), ("loss", "{:.4f}")):
         if best[name]:
             rows.append((name.replace("_", " "), *_cells(best[name], shown), source))
     if "at" in content:
         settings_text = ", ".join(f"{name} {value:g}" for name, value in content["at"].items() if name != "loss")
         rows.append((f"loss at {settings_text}", *_cells(content["at"]["loss"], "{:.4f}"), source))
-    print(terminal.table(terminal.filled(rows), indent=1))
+    sections = [report.Section(terminal.filled(rows))]
     if content["next"]:
-        terminal.say("a run that would narrow the interval of the loss most, at a quarter of the FLOPs or less:")
-        runs = [("", "peak rate", "batch", "FLOPs", "interval after it")]
-        for other in content["next"]:
-            values = other["values"]
-            runs.append(
-                (
-                    f"{values['parameters']:,.4g} parameters, {values['tokens']:,.4g} tokens",
-                    f"{values['peak_lr']:.3g}" if "peak_lr" in values else "",
-                    f"{values['batch_sequences']:.0f}" if "batch_sequences" in values else "",
-                    f"{other['flops']:.2g}",
-                    f"{other['half_width']:.0%} of now",
-                )
-            )
-        print(terminal.table(terminal.filled(runs), indent=1))
-    for note in content["notes"]:
-        terminal.say(f"note: {note}")
-    for caution in content["cautions"]:
-        terminal.say(f"caution: {caution}")
+        title = "runs that would narrow the interval of the loss most, each at a quarter of the FLOPs or less"
+        sections.append(report.Section(terminal.filled(_next_rows(content["next"])), title))
+    remarks = [f"note: {note}" for note in content["notes"]]
+    remarks += [f"caution: {caution}" for caution in content["cautions"]]
     if options.out is not None:
-        terminal.say(f"plan in {options.out}")
+        remarks.append(f"plan in {options.out}")
+    report.Report([answer], sections=sections, remarks=remarks).show()
+
+
+def _next_rows(runs: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Return a table of runs that would narrow the interval, names first."""
+    rows = [("", "peak rate", "batch", "FLOPs", "interval after it")]
+    for run in runs:
+        values = run["values"]
+        rows.append(
+            (
+                f"{values['parameters']:,.4g} parameters, {values['tokens']:,.4g} tokens",
+                f"{values['peak_lr']:.3g}" if "peak_lr" in values else "",
+                f"{values['batch_sequences']:.0f}" if "batch_sequences" in values else "",
+                f"{run['flops']:.2g}",
+                f"{run['half_width']:.0%} of now",
+            )
+        )
+    return rows
 
 
 def _cells(interval: dict[str, float] | Interval, shown: str) -> tuple[str, str]:
