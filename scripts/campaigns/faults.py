@@ -200,8 +200,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker is not None:
         runs: list[Runs] = []
 
+        folder = args.worker
+
         def answer(seed: int) -> dict[str, Any]:
-            runs[:] = runs or [Runs(args.worker)]
+            runs[:] = runs or [Runs(folder)]
             return runs[0].disturbed(seed)
 
         workers.serve(answer)

@@ -45,7 +45,7 @@ _SETTINGS = settings(
     database=None,
     phases=(Phase.generate, Phase.shrink),
     report_multiple_bugs=False,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
 )
 
 

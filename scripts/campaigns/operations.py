@@ -234,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.processes > 1 and args.place == "disk":
         harness.refuse("the library counts what one process does; write bucket, or --processes 1")
     if "FAULTS" in os.environ:
+        assert args.folder is not None  # the process that started this one names it
         return campaign(args, Disk(args.folder), args.folder)
     with tiny_runs.scratch(args.folder) as folder:
         if args.place == "bucket":

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from mupax import command_line, disk, folders, terminal
+from mupax import command_line, disk, terminal
 from mupax.disk import JsonError, is_remote, path_of, read_json
 from mupax.presets.tuned import find as tuned
 from mupax.train.checkpoints import saved_run
@@ -21,6 +21,7 @@ from mupax.train.checkpoints.assets import Assets
 from mupax.train.checkpoints.checkpointer import named_step
 from mupax.train.checkpoints.folder import CHECKPOINTS, WorkdirError, newest_record
 from mupax.train.checkpoints.saved_run import LoadedRun
+from mupax.train.checkpoints.workdir import check_complete
 from mupax.train.config.data import DataConfig, PixelsConfig
 from mupax.train.config.preset import PresetConfig, preset_of
 from mupax.train.config.recipes import RECIPES
@@ -74,7 +75,7 @@ def locate(path: Path) -> Place:
     if named is not None and not _has_weights(path):
         return Place("run", path, folder, {})
     folder = _folder_of(path)
-    folders.check_complete(folder)
+    check_complete(folder)
     weights = path if path.is_file() else folder
     if (folder / MODEL).is_file():
         return Place("imported", weights, folder, read_json(folder / MODEL))

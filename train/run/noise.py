@@ -157,6 +157,7 @@ def measured(saved: TrainedModel, batches: int) -> tuple[dict[str, np.ndarray], 
 
         return jax.tree.map(of, *many)
 
+    assert saved.step is not None  # of a run, not of weights
     with contextlib.closing(data.train_batches(saved.step, *feed.rows)) as source:
         many = [gradient(params, inputs, feed.shard_batch(batch)) for batch in itertools.islice(source, batches)]
     groups: dict[str, list[str]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -108,7 +109,7 @@ def rows(what: str, sizes: Sequence[int], curves: Mapping[str, Sequence[Curve]],
     return table
 
 
-def value(what: str, values: np.ndarray, **more: object) -> Row:
+def value(what: str, values: np.ndarray, **more: Any) -> Row:
     """The row of a mean over seeds; `more` are fields of `Row`."""
     return estimate(what, mean(values), **more)
 

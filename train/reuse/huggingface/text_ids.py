@@ -93,7 +93,7 @@ def of_decoder(fields: Mapping[str, Any], vocab: int) -> dict[str, int | list[in
     return ids
 
 
-def of(ids: Mapping[str, int], where: Path, vocab: int) -> TextIds:
+def of(ids: Mapping[str, Any], where: Path, vocab: int) -> TextIds:
     """The ids by what they do.
 
     Args:

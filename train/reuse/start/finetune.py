@@ -185,7 +185,9 @@ def rate_rule(origin: TrainedModel) -> tuple[OptimizerConfig, str]:
     resolved, sizes = preset_for(preset, model), model.sizes()
     spec = next(spec for spec in model.parameters().values() if spec.role in (Role.MLP_IN, Role.HIDDEN))
     target = MATRIX_RATE / sizes["embed"]
-    peak = float(f"{target / resolved.scales(spec, sizes, 'adam').lr:.6g}")
+    rate = resolved.scales(spec, sizes, "adam").lr
+    assert isinstance(rate, float)
+    peak = float(f"{target / rate:.6g}")
     return OptimizerConfig(
         peak_lr=peak, clip_norm=1.0
     ), f"so that matrices move at 5e-5 x 768 / width = {target:.3g} under {named}"

@@ -203,7 +203,8 @@ class Flow:
         """
         out: dict[tuple[Node, frozenset[str]], SignalSource] = {}
         start: tuple[Node, frozenset[str] | None, bool] = (node, None, True)
-        stack, visited = [start], set()
+        stack = [start]
+        visited: set[tuple[Node, frozenset[str] | None, bool]] = set()
         while stack:
             at, only, plain = stack.pop()
             if (at, only, plain) in visited:

@@ -357,7 +357,7 @@ def _once(
     first = means.copy()
     if start is not None:
         first[:count] = start
-    solution = least_squares(cost, first, jac=slopes, max_nfev=200)
+    solution = least_squares(cost, first, jac=slopes, max_nfev=200)  # pyright: ignore[reportArgumentType]
     residual, derivatives = residuals(solution.x)
     weight = 1 / np.sqrt(1 + residual**2)
     precision = (derivatives * weight[:, None]).T @ derivatives + np.diag(deviations**-2.0)
