@@ -161,8 +161,8 @@ def _without_idle_constants(
     from mupax.presets.constants import means_something
 
     named = {text.partition("=")[0] for text in config.constants}
-    kept = {n: x for n, x in preset.constants.items() if n in named or means_something(n, specs)}
-    return dataclasses.replace(preset, constants=kept)
+    constants = {n: x for n, x in preset.constants.items() if n in named or means_something(n, specs)}
+    return dataclasses.replace(preset, constants=constants)
 
 
 def _with_experts_of(model: ModelConfig, named: ModelConfig) -> ModelConfig:

@@ -93,12 +93,12 @@ def fitted(config: Config, study: Tuned) -> Config:
     model = config.model
     tied = [model.tied_readout] if model.tied_readout else []
     specs = [*model.parameters().values(), *tied]
-    kept = []
+    constants: list[str] = []
     for text in config.preset.constants:
         name = text.partition("=")[0]
         if name not in groups or text != f"{name}={groups[name]}" or means_something(name, specs):
-            kept.append(text)
-    return dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=tuple(kept)))
+            constants.append(text)
+    return dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=tuple(constants)))
 
 
 def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
