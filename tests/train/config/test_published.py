@@ -25,8 +25,10 @@ def test_a_run_says_what_it_rests_on_and_has_the_sources_rate(capsys: pytest.Cap
         "github.com/Cerebras/modelzoo",
         "The Pile",
         "Not known",
+        "stds.position=0.08",
     ):
         assert words in err
+    assert "stds.position" not in out
     assert main(["train", "lm-1b", "--preset", "mup:cerebras-gpt", "--optimizer.name", "muon", "--print-config"]) == 2
     assert main(["train", "lm-1b", "--preset", "mup:lm-short-v1", "--optimizer.name", "adam", "--print-config"]) == 0
     assert "rests on" not in capsys.readouterr().err
