@@ -30,7 +30,9 @@ from PIL import Image
 
 from mupax import __main__ as mupax
 from mupax import presets
+from mupax.presets.tuned import find
 from mupax.train.reuse.serve import server
+from scripts.pages import published
 from tests.fixtures.emulator import bucket, emulator
 from tests.fixtures.programs import shared_programs
 from tests.presets.verify import dumps
@@ -240,6 +242,7 @@ ELSEWHERE = ("runs/", "splash_attention/")
 def missing(document: str, text: str) -> list[str]:
     """What the text of a document (by its path from the root) names and is not there."""
     gone = []
+    elsewhere = in_other_repositories() if document == "docs/tuned.md" else set()
     for name in NAMED.findall(re.sub(r"^(---|\+\+\+) [ab]/", "", text, flags=re.MULTILINE)):
         if name.startswith("mupax.") and not name.endswith((".py", ".md")):
             with contextlib.suppress(AttributeError, ImportError):
@@ -249,9 +252,20 @@ def missing(document: str, text: str) -> list[str]:
                 if importlib.util.find_spec(name):
                     continue
             gone.append(name)
-        elif not name.startswith(ELSEWHERE) and not any((folder / name).exists() for folder in places(document)):
+        elif (
+            name not in elsewhere
+            and not name.startswith(ELSEWHERE)
+            and not any((folder / name).exists() for folder in places(document))
+        ):
             gone.append(name)
     return gone
+
+
+def in_other_repositories() -> set[str]:
+    """Return the files that published tuned presets name as their sources, at a commit of another repository."""
+    texts = [path.read_text() for path in find.PUBLISHED.glob("*.json")]
+    texts += [left.looked_at for left in published.LEFT_OUT]
+    return set(NAMED.findall("\n".join(texts)))
 
 
 def places(document: str) -> tuple[Path, ...]:

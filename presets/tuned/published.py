@@ -9,20 +9,45 @@ of the models, `tables` (what each model of the source has, by the source's own 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mupax import terminal
 from mupax.presets.roles import ParamSpec
 
 if TYPE_CHECKING:
     from mupax.presets.preset import Preset
-    from mupax.presets.tuned.find import Tuned
+
+
+class Published(Protocol):
+    """A tuned preset (`mupax.presets.tuned.find.Tuned`) whose provenance is a publication."""
+
+    @property
+    def use(self) -> str: ...
+
+    @property
+    def evidence(self) -> str: ...
+
+    @property
+    def constants(self) -> Mapping[str, float | str]: ...
+
+    @property
+    def form(self) -> str | None: ...
+
+    @property
+    def base(self) -> Mapping[str, int] | None: ...
+
+    @property
+    def optimizer(self) -> Mapping[str, Any]: ...
+
+    @property
+    def provenance(self) -> Mapping[str, Any]: ...
+
 
 COLUMNS = ("multiplier", "std", "lr", "eps", "wd")
 """Numbers of a group, in the order of a run's table."""
 
 
-def summary(tuned: Tuned) -> str:
+def summary(tuned: Published) -> str:
     """Return one line: the rate, whose it is, and how well that is known."""
     study, optimizer = tuned.provenance, tuned.optimizer
     models = ", ".join(table["model"] for table in study["tables"])
@@ -30,7 +55,7 @@ def summary(tuned: Tuned) -> str:
     return f"{rate}; {study['source']['name']} ({models}), {study['status']}"
 
 
-def rests_on(tuned: Tuned) -> str:
+def rests_on(tuned: Published) -> str:
     """Return what a run with these numbers rests on, in a sentence or two."""
     study = tuned.provenance
     source = study["source"]
@@ -42,7 +67,7 @@ def rests_on(tuned: Tuned) -> str:
     )
 
 
-def described(tuned: Tuned) -> str:
+def described(tuned: Published) -> str:
     """Return everything about one, in lines no wider than the terminal."""
     study = tuned.provenance
     source = study["source"]
@@ -66,7 +91,7 @@ def described(tuned: Tuned) -> str:
     return f"{head}\n{terminal.table(lines)}"
 
 
-def values(tuned: Tuned, preset: Preset, spec: ParamSpec, sizes: Mapping[str, int]) -> dict[str, float]:
+def values(tuned: Published, preset: Preset, spec: ParamSpec, sizes: Mapping[str, int]) -> dict[str, float]:
     """Return a parameter's numbers in absolute terms, by the names of a source's table.
 
     Args:
@@ -86,7 +111,7 @@ def values(tuned: Tuned, preset: Preset, spec: ParamSpec, sizes: Mapping[str, in
     }  # pyright: ignore
 
 
-def nearest(tuned: Tuned, width: int) -> Mapping[str, Any]:
+def nearest(tuned: Published, width: int) -> Mapping[str, Any]:
     """Return the source's table of the model whose width is nearest."""
     return min(tuned.provenance["tables"], key=lambda table: abs(table["sizes"]["embed"] / width - 1))
 

@@ -12,6 +12,7 @@ from mupax import spellings
 from mupax.presets.tuned import find
 from mupax.presets.tuned.judgement import BOUND, TOLERANCE
 from scripts import ROOT
+from scripts.pages import published
 
 PAGE = ROOT / "docs" / "tuned.md"
 HEAD = f"""# Tuned presets
@@ -20,11 +21,12 @@ One card for each that comes with the project: what it gives a run, what it was 
 **transfers** and **drifts** are of the best learning rate as a size grows: a drift within ± {TOLERANCE:.2f} octaves a doubling whose 95 %
 interval lies inside ± {BOUND:.2f}, and one whose interval lies wholly outside ± {TOLERANCE:.2f}; **undecided** is anything else,
 **one size** a rate that was never tried on another. A run whose sizes lie beyond those measured prints a warning.
+Numbers that others have published are [below](#published), and were not measured here.
 Of what came with the project once, only [the data](#no-longer-shipped) are kept.
 Losses are nats on data of this project's own machine, so they say which rate is best and nothing about other data.
 
-Made by `python -m scripts.pages.cards` from `presets/tuned/*.json` and `docs/evidence/*.json`; yours are made by `--save-tuned` of
-`sweep`, `transfer` and `tune`.
+Made by `python -m scripts.pages.cards` from `presets/tuned/`, `docs/evidence/*.json` and `scripts/pages/published.py`; yours are
+made by `--save-tuned` of `sweep`, `transfer` and `tune`.
 """
 EVIDENCE_FOLDER = ROOT / "docs" / "evidence"
 MOVED_HEAD = """## No longer shipped
@@ -111,7 +113,7 @@ def page() -> str:
     cards: list[str] = []
     for tuned in shipped:
         cards += card(tuned)
-    return "\n".join([HEAD, *table, *cards, *_moved(moved)])
+    return "\n".join([HEAD, *table, *cards, *published.section(), *_moved(moved)])
 
 
 def _moved(presets: Sequence[find.Tuned]) -> list[str]:

@@ -98,8 +98,8 @@ class Command:
     decay_timescale: Annotated[float | None, conf.arg(aliases=("--optimizer.decay-timescale",), metavar="TAU")] = None
     """optimizer.weight_decay as the share of the run that decayed weights average over; under --joint of the base's run."""
 
-    tuned: conf.Suppress[conf.Fixed[str | None]] = None
-    """The tuned preset that the words name."""
+    published: conf.Suppress[conf.Fixed[str | None]] = None
+    """The tuned preset that the words name, where others have published its numbers."""
 
     def __post_init__(self) -> None:
         at_least("", self, 0, "restart")
@@ -150,7 +150,8 @@ def parse(
     if preset:
         from mupax.train.config import tuned
 
-        command = dataclasses.replace(command, config=tuned.fitted(command.config, preset), tuned=preset.use)
+        published = preset.use if preset.is_published else None
+        command = dataclasses.replace(command, config=tuned.fitted(command.config, preset), published=published)
     if command.config.preset.joint != "none":
         from mupax.train.config import tuned
 

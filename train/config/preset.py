@@ -154,15 +154,18 @@ def preset_for(config: PresetConfig, model: ModelConfig) -> presets.Preset:
 def _without_idle_constants(
     preset: presets.Preset, config: PresetConfig, specs: Sequence[presets.ParamSpec]
 ) -> presets.Preset:
-    """Return a tuned preset without the constants of its file that the model has no parameters for.
+    """Return a published preset without the constants of its file that the model has no parameters for.
 
     A published table is of the source's models. Constants that the flags name stay, and are refused where they mean nothing.
     """
     from mupax.presets.constants import means_something
+    from mupax.presets.tuned import find
 
+    if not find.find(config.name).is_published:
+        return preset
     named = {text.partition("=")[0] for text in config.constants}
-    kept = {n: x for n, x in preset.constants.items() if n in named or means_something(n, specs)}
-    return dataclasses.replace(preset, constants=kept)
+    constants = {n: x for n, x in preset.constants.items() if n in named or means_something(n, specs)}
+    return dataclasses.replace(preset, constants=constants)
 
 
 def _with_experts_of(model: ModelConfig, named: ModelConfig) -> ModelConfig:

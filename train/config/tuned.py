@@ -89,16 +89,18 @@ def fitted(config: Config, study: Tuned) -> Config:
     """
     if not study.is_published:
         return config
+    idle = _idle_constants(config, study)
+    constants = [text for text in config.preset.constants if text not in idle]
+    return dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=tuple(constants)))
+
+
+def _idle_constants(config: Config, study: Tuned) -> list[str]:
+    """Return constants of a tuned preset, as NAME=VALUE, that the run's model has no parameters for."""
     _, groups = read(study.constants)
     model = config.model
     tied = [model.tied_readout] if model.tied_readout else []
     specs = [*model.parameters().values(), *tied]
-    kept = []
-    for text in config.preset.constants:
-        name = text.partition("=")[0]
-        if name not in groups or text != f"{name}={groups[name]}" or means_something(name, specs):
-            kept.append(text)
-    return dataclasses.replace(config, preset=dataclasses.replace(config.preset, constants=tuple(kept)))
+    return [f"{name}={value}" for name, value in groups.items() if not means_something(name, specs)]
 
 
 def without_moved(preset: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +166,9 @@ def check(study: Tuned, config: Config) -> None:
     from mupax.presets.tuned.find import FAR
 
     if study.is_published:
-        terminal.note(published.rests_on(study))
+        idle = _idle_constants(config, study)
+        left_out = f" Left out, as this model has no such parameters: {', '.join(idle)}." if idle else ""
+        terminal.note(published.rests_on(study) + left_out)
     distance = study.distance(config.model.base_sizes())
     far = {axis: doublings for axis, doublings in distance.items() if abs(doublings) > FAR}
     if far:

@@ -62,7 +62,7 @@ def start(command: cli.Command, words: Sequence[str]) -> int:
     if command.dry_run:
         from mupax.train.run import dry_run
 
-        return dry_run.run(command.config, command.tuned)
+        return dry_run.run(command.config, command.published)
     if command.restart:
         from mupax.train.run.restart import supervisor
 

@@ -113,12 +113,12 @@ def _saved(checkpoints: Checkpoints, step: int, part: int) -> float:
     return time.monotonic() - began
 
 
-def run(config: Config, tuned_use: str | None = None) -> int:
+def run(config: Config, published_use: str | None = None) -> int:
     """Print the run's shapes, its preset's table, its cost and its memory; returns the exit code 0.
 
     Args:
         config: of the run.
-        tuned_use: the tuned preset that it names; of a published one the table is shown beside the source's, too.
+        published_use: the published preset that it names, whose source's table is shown beside the run's.
 
     Raises:
         ConfigError, PresetError, MeshError, MupaxError: what does not fit or is not installed, as the run itself would say.
@@ -128,8 +128,8 @@ def run(config: Config, tuned_use: str | None = None) -> int:
     if config.recipe:
         terminal.say(f"{config.recipe}: {program.preset.describe()}")
     print(_parameters(program))
-    if tuned_use is not None:
-        _print_beside_source(program, tuned_use)
+    if published_use is not None:
+        _print_beside_source(program, published_use)
     cautions = program.preset.cautions(program.definition.sizes, program.config.optimizer.name)
     if config.preset.joint != "none":
         terminal.say(f"{joint.described(config)}\n")
@@ -161,13 +161,13 @@ def _parameters(program: Program) -> str:
     return f"{title}\n{terminal.table(rows, left=('name', 'shape'))}\n"
 
 
-def _print_beside_source(program: Program, tuned_use: str) -> None:
+def _print_beside_source(program: Program, published_use: str) -> None:
     """Print the numbers of every group beside those of the nearest model of a published source."""
     from mupax.presets.tuned import find, published
 
-    tuned = find.find(tuned_use)
-    if not tuned.is_published:
+    if published_use not in find.files():  # a file that was named by its path
         return
+    tuned = find.find(published_use)
     sizes = program.definition.sizes
     table = published.nearest(tuned, sizes["embed"])
     source = tuned.provenance["source"]["name"]

@@ -122,6 +122,9 @@ def test_another_model_gets_what_applies_to_it(capsys: pytest.CaptureFixture[str
     assert [row["lr"] for row in matrices] == pytest.approx([256 / 2048] * len(matrices))
     assert [row["eps"] for group, row in rows.items() if group != "readout"] == pytest.approx([1.0] * (len(rows) - 1))
     assert rows["block.mlp_out"]["init_std"] == pytest.approx(0.08 * (1024 / 8192 / 32) ** 0.5)
+    own = ["presets", "table", "mup:lm-heads-v1", "--model", "gpt2"]
+    assert main(own) == 2  # control: constants of a preset that was measured here mean something else, and are refused
+    assert "a tied readout has only a multiplier" in capsys.readouterr().err
     assert main([*words.split(), "--preset.stds.position", "2"]) == 2  # what the command line names is not left out
     assert "stds.position" in capsys.readouterr().err
 

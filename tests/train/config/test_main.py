@@ -67,7 +67,7 @@ def test_the_code_of_a_run_is_passed_on(monkeypatch: pytest.MonkeyPatch, started
 
 def test_dry_run_starts_no_run(monkeypatch: pytest.MonkeyPatch, started: list[Config]) -> None:
     configs: list[Config] = []
-    dryrun = types.SimpleNamespace(run=lambda config: configs.append(config) or 0)
+    dryrun = types.SimpleNamespace(run=lambda config, published_use: configs.append(config) or 0)
     monkeypatch.setitem(sys.modules, "mupax.train.run.dry_run", dryrun)
     monkeypatch.setattr(train_run, "dry_run", dryrun, raising=False)
     assert main(["train", "vit-digits", "--dry-run", "--steps", "7"]) == 0

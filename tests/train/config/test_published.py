@@ -25,8 +25,10 @@ def test_a_run_says_what_it_rests_on_and_has_the_sources_rate(capsys: pytest.Cap
         "github.com/Cerebras/modelzoo",
         "The Pile",
         "Not known",
+        "stds.position=0.08",
     ):
         assert words in err
+    assert "stds.position" not in out
     assert main(["train", "lm-1b", "--preset", "mup:cerebras-gpt", "--optimizer.name", "muon", "--print-config"]) == 2
     assert main(["train", "lm-1b", "--preset", "mup:lm-short-v1", "--optimizer.name", "adam", "--print-config"]) == 0
     assert "rests on" not in capsys.readouterr().err
@@ -35,7 +37,7 @@ def test_a_run_says_what_it_rests_on_and_has_the_sources_rate(capsys: pytest.Cap
 def test_a_dry_run_shows_the_table_beside_the_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model of the source's shape but few layers, which is compiled at once."""
     shape = "--model.width 768 --model.num-heads 12 --model.depth 1 --model.seq-len 8 --model.vocab-size 64 --model.mlp-ratio 4"
-    words = f"train lm-tiny --preset mup:cerebras-gpt {shape} --data.batch-size 1 --dry-run --workdir {tmp_path}"
+    words = f"train lm-tiny --preset mup:cerebras-gpt {shape} --data.batch-size 8 --dry-run --workdir {tmp_path}"
     assert main(words.split()) == 0
     text = capsys.readouterr().out
     assert "Cerebras-GPT muP, 111M: 111m_mup.yaml" in text

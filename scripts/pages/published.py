@@ -1,0 +1,120 @@
+"""The section of docs/tuned.md about tuned presets whose numbers others have published, and about sources that were left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mupax.presets.tuned import find
+
+HEAD = """## Published
+
+Nothing here was measured by this project. Each preset has the numbers of a public config or program, in the roles of mupax, and
+gives every parameter what the source's own rule gives it (`tests/presets/tuned/test_published.py`, at every size of the source).
+**Verified**: read in the source's config or code, at the commit named. `mupax presets tuned PRESET:NAME` says everything about one.
+
+```text
+mupax train lm-1b --preset mup:cerebras-gpt --dry-run
+```
+
+prints what the preset rests on, the table of the run, and the same in absolute numbers beside the source's nearest model. Constants
+of parameters that the model of the run does not have are left out.
+
+| preset | source | status | optimizer | rate | models | data |
+|---|---|---|---|---|---|---|"""
+
+
+class LeftOut(NamedTuple):
+    """A source that was looked at and that no preset is made of."""
+
+    source: str
+    looked_at: str
+    """Repository and commit, or the search that found nothing."""
+    reason: str
+
+
+LEFT_OUT = (
+    LeftOut("MiniCPM", "OpenBMB/MiniCPM at 0fcc3d08330e; copies of its config.json in other repositories",
+            "scale_emb 12, scale_depth 1.4 and dim_model_base 256 are in copies; learning rate and start deviation are in no file that "
+            "could be read"),
+    LeftOut("Granite 3.x", "copies of its config.json in other repositories",
+            "the four multipliers are in copies; rate, start deviation and base width are in no file that could be read"),
+    LeftOut("Falcon-H1", "tiiuae/Falcon-H1 at 9d2f5fcdc491", "the repository has no training config, and state-space blocks have no role here"),
+    LeftOut("GPT-3 proxy of Tensor Programs V", "microsoft/mup at 19814971934e",
+            "the repository has no constants of that run, and the paper's tables could not be read"),
+    LeftOut("u-muP, 1 B and 7 B", "graphcore-research/unit-scaling at a7b5b3cff2a4", "the repository has no config of these runs, "
+            "and the paper's tables could not be read"),
+    LeftOut("nanoGPT-mup's muP runs", "EleutherAI/nanoGPT-mup at b2a5e60948d2, mutransfer_lr_owt/mup/run.sh",
+            "the script is a grid of rates, and which was best is in a figure alone"),
+    LeftOut("Cerebras GPT-J 6B muP", "Cerebras/modelzoo at f1fd1e091dc6, params_gptj_6B_muP.yaml",
+            "not taken up: one size, blocks that add attention and MLP in parallel, and a further multiplier of 4 on attention logits"),
+    LeftOut("Cerebras-GPT in standard parameterization", "Cerebras/modelzoo at f1fd1e091dc6, Cerebras_GPT/*.yaml",
+            "a rate of its own at each size; the muP runs of the same family are above"),
+    LeftOut("Pythia's other sizes", "EleutherAI/pythia at a19eecb807ec", "a rate of its own at each of eight sizes; two are above"),
+    LeftOut("OLMo 1 (0724)", "allenai/OLMo at 59a53e3f68e5, OLMo-1B.yaml and OLMo-7B.yaml",
+            "init `mitchell` differs from layer to layer, which constants of groups cannot say"),
+    LeftOut("torchtitan", "pytorch/torchtitan at b5bcd76c66d0", "starts of what a branch writes differ from layer to layer (depth_scaled_std)"),
+    LeftOut("levanter", "stanford-crfm/levanter at 9263f81e8b45, config/gpt2_small.yaml",
+            "starts of its matrices are those of another library, which was not read"),
+    LeftOut("DeiT III", "facebookresearch/deit at 7e160fe43f02, README_revenge.md", "trained by LAMB, which mupax does not have"),
+    LeftOut("modded-nanogpt", "KellerJordan/modded-nanogpt at f411b3d346aa",
+            "rates of its own for banks of matrices under NorMuon, Adam's decay by the squared rate, and parameters that models here do not "
+            "have; nanochat is above"),
+)  # fmt: skip
+
+
+def section() -> list[str]:
+    """Return the lines of the section: a table, a card of each preset, and what was left out."""
+    presets = [find.load(path) for path in sorted(find.PUBLISHED.glob("*.json"))]
+    rows = [_row(preset) for preset in presets]
+    lines = [HEAD, *rows, ""]
+    for preset in presets:
+        lines += _card(preset)
+    lines += ["### Sources that were left out", "", "| source | looked at | reason |", "|---|---|---|"]
+    lines += [f"| {left.source} | {left.looked_at} | {left.reason} |" for left in LEFT_OUT]
+    return [*lines, ""]
+
+
+def _row(preset: find.Tuned) -> str:
+    study, optimizer = preset.provenance, preset.optimizer
+    models = ", ".join(table["model"] for table in study["tables"])
+    cells = (
+        f"`{preset.use}`",
+        study["source"]["name"],
+        study["status"],
+        optimizer["name"],
+        f"{optimizer['peak_lr']:.4g}",
+        models,
+        study["data"],
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _card(preset: find.Tuned) -> list[str]:
+    study, optimizer = preset.provenance, preset.optimizer
+    source = study["source"]
+    repository = source["repository"].removeprefix("https://github.com/")
+    base = ", ".join(f"{axis} {size}" for axis, size in (preset.base or {}).items())
+    lines = [f"### {preset.use}", ""]
+    lines += [f"- Source: [{repository}]({source['repository']}) at `{source['commit'][:12]}`, read {study['date']}."]
+    lines += [f"  - {file}" for file in source["files"]]
+    lines += [
+        f"- Gives: {optimizer['name']} at {optimizer['peak_lr']:.4g}, {_decay(optimizer)}; base {base}.",
+        f"- Trained on: {study['data']}{_run(study)}.",
+    ]
+    lines += [f"- Differs: {text}." for text in study["differs"]]
+    lines += [f"- Not known: {text}." for text in study["unknown"]]
+    return [*lines, ""]
+
+
+def _decay(optimizer: Mapping[str, Any]) -> str:
+    return f"{optimizer['decay']} weight decay {optimizer['weight_decay']:g}"
+
+
+def _run(study: Mapping[str, Any]) -> str:
+    facts = [
+        f"{study[name]:,} {word}" for name, word in (("steps", "steps"), ("batch", "examples a batch")) if study[name]
+    ]
+    if study["seen"]:
+        facts.append(f"{study['seen']:,} {study['unit']}s")
+    return "".join(f", {fact}" for fact in facts)
