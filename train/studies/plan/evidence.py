@@ -222,7 +222,8 @@ def plan(name: str, tokens: float, out: Path | None) -> int:
     unit = f"{model.unit}s"
     batch = "" if best.batch is None else f" and a batch of {best.batch:.0f}"
     ends = "no interval is known" if best.rate_interval is None else f"90 %: {_range(best.rate_interval, '{:.3g}')}"
-    answer = f"{name}, {tokens:.4g} {unit}: a peak rate of {best.peak_lr:.3g} ({ends}){batch} under {best.preset}, by {best.kind}: {best.source}"
+    rate = f"a peak rate of {best.peak_lr:.3g} ({ends})"
+    answer = f"{name}, {tokens:.4g} {unit}: {rate}{batch} under {best.preset}, by {best.kind}: {best.source}"
     remarks = [
         "where one kind of evidence contradicts another, sweep a few rates between them on a smaller model (`mupax sweep`)"
     ]
