@@ -53,13 +53,13 @@ def refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def check_names(names: Iterable[str], known: Collection[str], kind: str = "choice") -> None:
-    """End the process with 2 if a name of the command line is not known."""
+def check_names(names: Iterable[str], choices: Collection[str], kind: str = "choice") -> None:
+    """End the process with 2 if a name of the command line is none of the choices."""
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in choices:
+            near = difflib.get_close_matches(name, choices, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            refuse(f"no {kind} is named {name}; {hint}write one of {', '.join(known)}")
+            refuse(f"no {kind} is named {name}; {hint}write one of {', '.join(choices)}")
 
 
 def made_by(command: str) -> dict[str, Any]:

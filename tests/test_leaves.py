@@ -78,6 +78,7 @@ REACHED_FROM: dict[str, tuple[str, ...]] = {
     "zoo/transformer.py": ("zoo/lora",),
     "zoo/vit/model.py": ("zoo/experts",),
     "train/config/data.py": ("train/data/sources", "train/data/text"),
+    "train/config/preset.py": ("presets/tuned",),
     "train/config/recipes/files.py": ("presets/tuned",),
     "train/config/tuned.py": ("presets/tuned",),
     "train/core/state.py": ("zoo/experts",),

@@ -188,26 +188,26 @@ class Inputs:
 
     def decoder(self) -> Path:
         """Return the workdir of a decoder's run of eight steps."""
-        return self._made("decoder", f"train {DECODER} --data.name text:{self.text()} --steps 8 --workdir")
+        return self._made_by("decoder", f"train {DECODER} --data.name text:{self.text()} --steps 8 --workdir")
 
     def images(self) -> Path:
         """Return the workdir of a vision transformer's run of eight steps."""
-        return self._made("images", f"train {IMAGES} --steps 8 --workdir")
+        return self._made_by("images", f"train {IMAGES} --steps 8 --workdir")
 
     def exported(self) -> Path:
         """Return the folder of the decoder's weights in Hugging Face's format."""
-        return self._made("exported", f"export {self.decoder()} --out")
+        return self._made_by("exported", f"export {self.decoder()} --out")
 
     def imported(self) -> Path:
         """Return the folder of imported weights."""
-        return self._made("imported", f"import {self.exported()} --out")
+        return self._made_by("imported", f"import {self.exported()} --out")
 
     def tokenizer(self) -> Path:
         """Return the path of a tokenizer.json."""
-        return self._made("tokenizer.json", f"data tokenizer text:{self.text()} --size 300 --out")
+        return self._made_by("tokenizer.json", f"data tokenizer text:{self.text()} --size 300 --out")
 
     @cache  # noqa: B019 - one for the campaign
-    def _made(self, name: str, command: str) -> Path:
+    def _made_by(self, name: str, command: str) -> Path:
         """Return the path that a command has made, which ends with it."""
         path = self.folder / name
         run(self.folder, [*command.split(), str(path)])

@@ -49,7 +49,7 @@ def trials(shared: Path, seed: int) -> list[Trial]:
         "values": value_runs(),
         "bodies": {name: partial(posted, fields=body, codes=(status,)) for name, (body, status) in BODIES.items()},
         "heads": head_runs(),
-        "paths": {name: partial(path_outcome, asked=asked) for name, asked in PATHS.items()},
+        "paths": {name: partial(path_outcome, request=request) for name, request in PATHS.items()},
         "texts": text_runs(seed),
         "clients that leave": {name: partial(leaving_outcome, **how) for name, how in LEAVING.items()},
         "load": LOADS,
@@ -481,9 +481,9 @@ PATHS: dict[str, tuple[str, str, int]] = {
 }
 
 
-def path_outcome(running: Running, asked: tuple[str, str, int]) -> Outcome:
+def path_outcome(running: Running, request: tuple[str, str, int]) -> Outcome:
     """Ask for a path without a body."""
-    method, path, expected = asked
+    method, path, expected = request
     status, _ = running.ask(method, path)
     return right(status == expected, str(status))
 
