@@ -83,7 +83,7 @@ def test_what_means_nothing_is_refused_with_the_nearest(words: str, message: str
 
 def test_a_constant_that_the_preset_lacks_names_those_that_have_it() -> None:
     sp = dataclasses.replace(LM, preset=PresetConfig(name="sp", base="lm-proxy"))
-    with pytest.raises(ConfigError, match="sp has no constant c_a; mup, mup-half, depth-mup have it"):
+    with pytest.raises(ConfigError, match="sp has no constant c_a; mup, mup-half, depth-mup, completep have it"):
         over.parse(["attention.multiplier"], sp)
     with pytest.raises(ConfigError, match="sp has no constant gamma0"):
         over.parse(["gamma0=1:2"], sp)
