@@ -130,8 +130,15 @@ class Forecaster:
         """Refuse a setting of which the table says nothing.
 
         Raises:
-            TableError: an axis is not given, or does not vary in the table and has another value there.
+            TableError: an axis is not given, is no column of the table, or does not vary there and has another value.
         """
+        for axis in values:
+            if axis not in self.fit.table.values:
+                flag = axis.replace("_", "-")
+                raise TableError(
+                    f"{self.fit.table.source} has no column {axis}, so nothing is said of it; leave --{flag} out, or name the column with "
+                    f"--columns {axis}=COLUMN"
+                )
         for axis in AXES:
             if axis not in self.fit.table.values:
                 continue

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from mupax.__main__ import main
-from mupax.train.studies.tables import table
+from mupax.train.studies.tables import stored, table
 from mupax.train.studies.tables.forecast import Forecaster
 from mupax.train.studies.tables.law import Form, form_of
 
@@ -90,6 +90,12 @@ def test_a_larger_run_is_forecast(forecaster: Forecaster):
     assert there / lowest - 1 < 0.003
     assert best.peak_lr.low <= 2**rate <= best.peak_lr.high
     assert best.batch_sequences.low <= 2**batch <= best.batch_sequences.high
+
+
+def test_a_stored_law_says_the_same(forecaster: Forecaster, tmp_path: Path):
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps(stored.to_json(forecaster)))
+    assert stored.load(path).best(LARGER) == forecaster.best(LARGER)
 
 
 def test_intervals_hold_nine_in_ten_runs_of_a_setting_that_was_left_out(runs: Path):
@@ -282,6 +288,15 @@ def test_divergent_runs_are_left_out_and_counted(runs: Path, tmp_path: Path, cap
     assert diverged
     assert f"{diverged} runs without a finite loss count as diverged" in output
     assert f"of {len(rows)} runs of diverged.csv" in output
+
+
+def test_a_column_that_the_table_lacks_is_not_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = written(tmp_path / "losses.csv", without(without(ROWS, "peak_lr"), "batch_sequences")[::24])
+    words = ["plan", "--from", str(path), "--parameters", "100m", "--tokens", "3b"]
+    assert main(words) == 0
+    assert "the loss should be" in capsys.readouterr().out
+    assert main([*words, "--peak-lr", "0.01"]) == 2
+    assert "has no column peak_lr, so nothing is said of it; leave --peak-lr out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
