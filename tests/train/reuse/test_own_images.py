@@ -16,6 +16,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from mupax.__main__ import main
+from mupax.train.checkpoints import layout
 from tests.fixtures.programs import shared_programs
 
 __all__ = ["shared_programs"]  # a fixture
@@ -40,7 +41,7 @@ def export(workdir: str, out: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A folder with a run on digits, one on text that is not begun, digits as files by class, and files of many kinds."""
+    """A folder with a run on digits, one on text that has a checkpoint without arrays, digits as files by class, and files of many kinds."""
     path, digits = tmp_path_factory.mktemp("images"), cast("Any", load_digits())
     for i in range(140):
         place = path / "digits" / f"{digits.target[i]}"
@@ -58,7 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setenv("MUPAX_DATA", str(path / "cache"))
         words = f"train vit-digits {SMALL} --optimizer.warmup-steps 1 --steps 250 --ema.decay 0.9 --workdir vit"
         assert run(*words.split())[0] == 0
-        Path("text").mkdir()
+        checkpoint = Path("text/checkpoints/5")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / layout.MANIFEST).write_text("{}")
         config = json.loads(run("train", "lm-tiny", "--print-config")[1])
         Path("text/config.json").write_text(json.dumps({"config": config, "data": {}, "run": "x"}))
         yield path
