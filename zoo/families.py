@@ -94,9 +94,7 @@ class ComputeConfig:
     """Storage of parameters and optimizer state. Updates are computed in float32; bfloat16 is rounded stochastically."""
     dtype: Annotated[Literal["float32", "bfloat16"], Listed("rounding", "bfloat16")] = "float32"
     """Matrix products and activations; norms, softmax and the loss stay in float32."""
-    product_dtype: Annotated[
-        Literal["int8", "float8"] | None, Affects("rounding", test="test_extras.py")
-    ] = None
+    product_dtype: Annotated[Literal["int8", "float8"] | None, Affects("rounding", test="test_extras.py")] = None
     """Products of blocks with their weights, forward and back, in this type (extra `quantized`); in dtype unless given."""
 
     def __post_init__(self) -> None:
