@@ -395,7 +395,8 @@ def test_the_presets_install_without_jax(presets_wheel: Path, tmp_path: Path):
     assert "nothing is wrong" in execute(
         [python, "-m", "mupax.presets", "verify", "small.json", "large.json"], tmp_path
     )
-    for words in (["presets", "dynamics"], ["train", "lm-tiny"], ["models", "list"]):
+    assert "gpt2-large" in execute([*command, "models", "list"], tmp_path)
+    for words in (["presets", "dynamics"], ["train", "lm-tiny"], ["generate", "runs/lm-tiny"]):
         with pytest.raises(AssertionError, match=r"needs mupax\..*; install mupax"):
             execute([*command, *words], tmp_path)
     lacking = "import importlib.util as u; print([n for n in ('jax', 'flax', 'optax', 'numpy') if u.find_spec(n)])"

@@ -464,12 +464,13 @@ def _model_alone(args: Plan, rest: Sequence[str]) -> str | None:
     Some recipes have the name of their model: with `--model` and no flag of a recipe that is the model.
     """
     name = args.recipe
-    if args.studies or name not in CONFIGS:
+    flag = cli.value_of("--model", rest)
+    if args.studies or name not in CONFIGS or flag not in (None, name):
         return None
     if name not in RECIPES:
         return name
     words, _ = without_flags(rest, ("--model",))
-    is_model = cli.value_of("--model", rest) == name and args.tokens is not None and not words and not _costs(args)
+    is_model = flag == name and args.tokens is not None and not words and not _costs(args)
     return name if is_model else None
 
 

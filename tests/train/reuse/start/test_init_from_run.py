@@ -85,7 +85,7 @@ def test_a_run_starts_from_another_and_needs_it_once(here: Path, capsys: pytest.
     # Stopped before its first checkpoint it would need the source again, and says so.
     shutil.rmtree("plain/checkpoints")
     assert train("--steps 4 --workdir plain --resume") == 2
-    assert "no run and no weights there" in capsys.readouterr().err
+    assert "old holds no run (config.json is missing)" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_leaves_nothing_behind(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
