@@ -99,8 +99,11 @@ def test_broken_files_are_read_or_refused(case: Any, tmp_path: Path) -> None:
         else:
             if source.model == good.model:
                 assert {key: value.shape for key, value in source.params.items()} == shapes
-            pretrained_files.write_huggingface(source, tmp_path / "out", "float32")
-            shutil.rmtree(tmp_path / "out")
+            try:
+                pretrained_files.write_huggingface(source, tmp_path / "out", "float32")
+            except REFUSED as error:  # a model that this layout cannot hold
+                messages.append(str(error))
+            shutil.rmtree(tmp_path / "out", ignore_errors=True)
         assert time.process_time() - began < SECONDS
 
     is_read_or_refused()

@@ -202,8 +202,7 @@ class Flow:
             through: go on where a nonlinearity is, which `Source.plain` then says.
         """
         out: dict[tuple[Node, frozenset[str]], SignalSource] = {}
-        start: tuple[Node, frozenset[str] | None, bool] = (node, None, True)
-        stack = [start]
+        stack: list[tuple[Node, frozenset[str] | None, bool]] = [(node, None, True)]
         visited: set[tuple[Node, frozenset[str] | None, bool]] = set()
         while stack:
             at, only, plain = stack.pop()

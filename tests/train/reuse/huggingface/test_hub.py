@@ -167,7 +167,7 @@ def test_a_folder_of_the_name_wins_and_that_is_said(hub: ModelHub) -> None:
     code, _, err = run("predict me/gpt pictures")
     assert (code, "me/gpt: no run and no weights there" in err, hub.calls) == (2, True, [])
     code, _, err = run("predict me/gpt pictures --revision main")
-    assert (code, "holds a decoder, which reads text" in err) == (2, True), err
+    assert (code, "holds a decoder, and predict is for models of images" in err) == (2, True), err
 
 
 def test_what_gives_no_weights_is_said_before_anything_is_compiled(
