@@ -59,7 +59,7 @@ def check_names(names: Iterable[str], choices: Collection[str], kind: str = "cho
         if name not in choices:
             near = difflib.get_close_matches(name, choices, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            refuse(f"no {kind} is named {name}; {hint}write one of {', '.join(choices)}")
+            refuse(f"no {kind} is named {name!r}; {hint}write one of {', '.join(choices)}")
 
 
 def made_by(command: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def _row(preset: find.Tuned) -> str:
 def _card(preset: find.Tuned) -> list[str]:
     study, optimizer = preset.provenance, preset.optimizer
     source = study["source"]
-    repository = source["repository"].removeprefix("https://github.com/")
+    repository = "/".join(source["repository"].split("/")[-2:])
     base = ", ".join(f"{axis} {size}" for axis, size in (preset.base or {}).items())
     lines = [f"### {preset.use}", ""]
     lines += [f"- Source: [{repository}]({source['repository']}) at `{source['commit'][:12]}`, read {study['date']}."]

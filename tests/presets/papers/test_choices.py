@@ -85,7 +85,9 @@ def test_the_command_lists_values_sources_and_statuses(capsys: pytest.CaptureFix
     assert main(["presets", "constants", "mup"]) == 0
     out = capsys.readouterr().out
     assert "readout_width, -1 unless given" in out
-    assert out.endswith("rates.GROUP, stds.GROUP, multipliers.GROUP, decays.GROUP, factors of 1 unless given\n")
+    assert out.endswith(
+        "rates.GROUP, stds.GROUP, multipliers.GROUP, decays.GROUP, eps.GROUP, factors of 1 unless given\n"
+    )
     assert "  -0.5: Adam's rate of the token embedding D^-1/2" in out
     assert "Hayou and Liu 2506.15025 (abstract); u-mup's and ntk's row too: reported." in out
     assert main(["presets", "constants", "spectral", "--json"]) == 0

@@ -96,7 +96,7 @@ def test_a_figure_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_wrong_name_is_answered(capsys: pytest.CaptureFixture):
     with pytest.raises(SystemExit, match="2"):
         command.main(["fig3cc"])
-    assert "no figure is named fig3cc; did you mean fig3c?" in capsys.readouterr().err
+    assert "no figure is named 'fig3cc'; did you mean fig3c?" in capsys.readouterr().err
 
 
 @pytest.mark.core

@@ -91,7 +91,7 @@ def test_collectives_say_where_they_come_from(module: hlo.Module) -> None:
 
 
 def test_files_of_the_project_are_named_from_its_folder_on() -> None:
-    text = 'FileNames\n1 "/x/mupax/zoo/layers/block.py"\n2 "/y/kernels/splash/kernel.py"\n\n'
+    text = 'FileNames\n1 "/x/mupax/zoo/layers/stack.py"\n2 "/y/kernels/splash/kernel.py"\n\n'
     text += "1 {file_name_id=1 line=7}\n2 {file_name_id=2 line=9}\n1 {file_location_id=1}\n2 {file_location_id=2}\n"
     assert hlo._sources(text) == {"1": "zoo/layers/stack.py:7", "2": "splash/kernel.py:9"}
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mupax.folders import write_mark
 from PIL import Image
 
 from mupax.__main__ import main
 from mupax.errors import MupaxError
 from mupax.presets.tuned import find
 from mupax.train import load
+from mupax.train.checkpoints.workdir import write_mark
 from mupax.train.config.run import PresetConfig
 from mupax.train.core.program import Program
 from mupax.train.reuse import trained
