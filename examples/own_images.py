@@ -44,7 +44,7 @@ def digits(folder: Path, labels: range, most: int) -> None:
     for label in labels:
         (folder / str(label)).mkdir(parents=True)
         for number, pixels in enumerate(data.pixels[data.labels == label][:most]):
-            image = Image.fromarray(np.round(pixels * 255 / 16).astype(np.uint8))
+            image = Image.fromarray(np.round(pixels * 255.0 / 16).astype(np.uint8))
             image.save(folder / str(label) / f"{number}.png")
 
 
