@@ -171,7 +171,8 @@ def run(line: str) -> int:
     if words[1] == "serve":
         with unittest.mock.patch.object(server.Server, "serve_forever"):
             return mupax.main([*words[1:], "--port", "0"])
-    if words[1] in TRAINS and not set(words) & set(RUNS_NOTHING):
+    from_evidence = words[1:3] == ["plan", "--model"] and "--from" not in words  # takes no flag of a recipe
+    if words[1] in TRAINS and not set(words) & set(RUNS_NOTHING) and not from_evidence:
         words += ["--dry-run", *AS_A_SCAN]
     elif words[1:3] == ["presets", "dynamics"]:
         words += ["--dry-run"]

@@ -489,7 +489,7 @@ def _plan_from_evidence(model: str, args: Plan, rest: Sequence[str]) -> int:
     """Plan a model from the best evidence that applies."""
     from mupax.train.studies.plan import evidence
 
-    words, _ = without_flags([word for word in rest if word != "--dry-run"], ("--model",))  # a plan trains nothing
+    words, _ = without_flags(rest, ("--model",))
     words += _costs(args)
     if words:
         raise ConfigError(
