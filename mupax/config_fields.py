@@ -71,7 +71,7 @@ class Affects:
 
 
 class Listed(Affects):
-    """What a config field affects whose flag is one of the most used: the short help of a recipe lists it."""
+    """Effect of a config field whose flag is one of the most used: the short help of a recipe lists it."""
 
 
 class ConfigField(NamedTuple):

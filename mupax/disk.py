@@ -94,7 +94,7 @@ def path_of(word: str | Path) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-    """Whether the path is in a bucket: no folders to make or rename, no locks, files written whole or not at all."""
+    """Return whether the path is in a bucket: no folders to make or rename, no locks, files written whole or not at all."""
     return not isinstance(path, Path)
 
 

@@ -72,7 +72,7 @@ class Tuned:
 
     @property
     def is_published(self) -> bool:
-        """Whether others have published the numbers, and nothing of it was measured here."""
+        """Return whether others have published the numbers and nothing of it was measured here."""
         return "evidence" in self.provenance
 
     def distance(self, sizes: Mapping[str, int]) -> dict[str, float]:

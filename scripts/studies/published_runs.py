@@ -64,7 +64,7 @@ CLAIMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How a source moves rate and batch as tokens grow by a factor.
+    """Exponents by which a source moves rate and batch as tokens grow.
 
     Attributes:
         rate: exponent of the rate in tokens.
@@ -403,7 +403,7 @@ def study(table: RunTable) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Options:
-    """What to make, from which table."""
+    """Part of the study that is made, and the table that it is made from."""
 
     part: tyro.conf.Positional[Literal["forecast", "law", "study"]]
     """forecast: of the settings that were not seen. law: the file that `mupax plan` reads. study: the results."""

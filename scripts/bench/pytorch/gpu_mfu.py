@@ -77,7 +77,7 @@ class Point(NamedTuple):
         )
 
     def command(self, args: Options, folder: Path) -> list[str]:
-        """What measures it, by the arguments of `main` and with a folder of temporary files."""
+        """Return the command that measures it, from the arguments of `main` and a folder of temporary files."""
         tiny = ["--tiny"] if args.tiny else []
         if self.model == SWEEP:
             words = [
@@ -162,7 +162,7 @@ def measure(
 
 
 def answer(point: Point, args: Options, timeout_s: float) -> dict[str, Any]:
-    """What a point's process says, or `failed` and why."""
+    """Return what a point's process says, or `failed` and why."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
     with tempfile.TemporaryDirectory() as folder:
         words = point.command(args, Path(folder))

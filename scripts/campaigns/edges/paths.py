@@ -156,7 +156,7 @@ class Case:
 
 
 class _Paths(dict[str, Any]):
-    """What words in braces stand for; inputs are made when they are needed first."""
+    """Inputs that words in braces stand for; they are made when they are needed first."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(place=case.place, folder=case.folder, name=case.name, short=case.name[:250])
