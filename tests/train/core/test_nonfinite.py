@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from mupax.__main__ import main
+from mupax.train.data.interface import Prefetch
 from mupax.train.data.text.batches import TokenData
 from mupax.train.parallel.processes import StopRequest
 from mupax.train.run import loop
@@ -194,19 +195,29 @@ def test_a_signal_ends_an_evaluation_and_resuming_does_it_again(
 
 
 def test_a_signal_ends_a_wait_for_data(whole: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    make, hang = TokenData.train_batch, threading.Event()
+    make, look = TokenData.train_batch, Prefetch.ready
+    hangs, released = threading.Event(), threading.Event()
 
     def train_batch(data: TokenData, k: int, rows: slice = slice(None)) -> Any:
         if k == 6:
-            threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-            hang.wait(20)
+            hangs.set()
+            released.wait(20)
         return make(data, k, rows)
+
+    def ready(batches: Prefetch[Any, Any], seconds: float = 0.0) -> bool:
+        # Batch 5 was queued before batch 6 was begun: once the queue is empty, the loop waits for batch 6.
+        queued_to_5 = hangs.is_set()
+        found = look(batches, seconds)
+        if queued_to_5 and not found:
+            signal.raise_signal(signal.SIGINT)
+        return found
 
     with monkeypatch.context() as patch:
         patch.setattr(TokenData, "train_batch", train_batch)
+        patch.setattr(Prefetch, "ready", ready)
         patch.setattr("mupax.train.data.interface._PATIENCE_S", 0.2)
         done = train("--workdir", "waiting")
-    hang.set()
+    released.set()
     assert done.code == 130, done.err
     assert "stopped by SIGINT at step 6 of 12, saved" in " ".join(done.out.split())
     goes_on("waiting", whole)
